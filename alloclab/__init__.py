@@ -1,0 +1,1 @@
+"""alloclab: simulate, explain and teach the memory allocators behind JAX."""

@@ -1,0 +1,1 @@
+"""Where traces come from: capture from JAX, importers, programs and generators."""

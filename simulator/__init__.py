@@ -1,0 +1,1 @@
+"""What happens to a trace: trace model, devices, layouts, runtime, replay, metrics and plots."""
