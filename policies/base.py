@@ -147,6 +147,10 @@ class Outcome:
     stats: Stats
 
 
+#: What a policy must not redefine, as the accounting depends on it.
+_OWNED = {"allocate", "free", "run", "start", "reserve", "extend", "give_back", "_take", "_holds"}
+
+
 class Policy:
     """Base class of the allocator policies.
 
@@ -172,9 +176,12 @@ class Policy:
     options: ClassVar[dict[str, Option]] = {}
     #: Whether the policy works without a limit on the memory that it takes from the driver.
     works_unlimited: ClassVar[bool] = True
+    #: Whether its placements are the same for every limit under which nothing is refused.
+    ignores_limit: ClassVar[bool] = False
     registry: ClassVar[dict[str, type["Policy"]]] = {}
 
     def __init_subclass__(cls) -> None:
+        cls._keeps_off(vars(cls))
         own = {key: value for key, value in vars(cls).items() if isinstance(value, Option)}
         cls.options = cls.options | {key: replace(value, name=key) for key, value in own.items()}
         name = vars(cls).get("name", "")
@@ -184,11 +191,22 @@ class Policy:
                 raise PolicyError(f"policy {name!r} is already registered by {known.__module__}")
             cls.registry[name] = cls
 
+    @classmethod
+    def _keeps_off(cls, names: Iterable[str]) -> None:
+        """Refuse a subclass that redefines what the base class owns."""
+        for name in _OWNED.intersection(names):
+            raise PolicyError(f"{cls.__name__}: {name!r} belongs to Policy; choose another name")
+
     def __init__(self, **options: Any) -> None:
         given = checked(self.name or type(self).__name__, self.options, options)
         for key, value in given.items():
             setattr(self, key, value)
         self.start()
+
+    @classmethod
+    def summary(cls) -> str:
+        """The first paragraph of the class's documentation, on one line."""
+        return " ".join((cls.__doc__ or "").split("\n\n")[0].split())
 
     def __str__(self) -> str:
         """The policy as it is written on the command line, without options left at default."""
@@ -200,7 +218,7 @@ class Policy:
         name = self.name or type(self).__name__
         return f"{name}({','.join(changed)})" if changed else name
 
-    def start(self, limit: int | None = None, driver: Driver = Driver()) -> Self:  # noqa: B008
+    def start(self, limit: int | None = None, driver: Driver = Driver()) -> Self:
         """Begin afresh with an empty pool; returns itself.
 
         Raises:
@@ -218,6 +236,7 @@ class Policy:
         self._starts: list[int] = []  # addresses of live allocations, sorted
         self._ends: dict[int, int] = {}
         self.setup()
+        self._keeps_off(vars(self))
         return self
 
     # --- what a subclass writes -----------------------------------------------------------
@@ -322,10 +341,8 @@ class Policy:
         stats = self.stats
         stats.num_allocs += 1
         in_use = stats.bytes_in_use = stats.bytes_in_use + taken
-        if in_use > stats.peak_bytes_in_use:
-            stats.peak_bytes_in_use = in_use
-        if taken > stats.largest_alloc_size:
-            stats.largest_alloc_size = taken
+        stats.peak_bytes_in_use = max(stats.peak_bytes_in_use, in_use)
+        stats.largest_alloc_size = max(stats.largest_alloc_size, taken)
         return placement
 
     def free(self, id: int) -> None:  # noqa: A002

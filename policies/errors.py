@@ -2,8 +2,8 @@
 
 
 class InputError(ValueError):
-    """Bad input: a file, an option or a trace. One line: the place, what was found, what is valid."""
+    """Bad input. One line: the file and place, what was found, what would be valid."""
 
 
 class PolicyError(RuntimeError):
-    """A policy broke the contract: overlap, misalignment, memory it does not hold. Names the rule."""
+    """A policy broke the contract: overlap, misalignment, memory that it does not hold."""

@@ -7,6 +7,7 @@ class Ideal(Policy):
     """No fragmentation and no rounding: fits whenever enough bytes are free. The lower bound."""
 
     name = "ideal"
+    ignores_limit = True
 
     def place(self, request: Request) -> Placement | None:
         # A region of its own for every request, at a fresh address: only the bytes count.

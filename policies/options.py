@@ -61,7 +61,11 @@ class Option:
 
 
 def option(
-    default: Any, help: str, *, choices: tuple[Any, ...] = (), is_size: bool = False  # noqa: A002
+    default: Any,
+    help: str,
+    *,
+    choices: tuple[Any, ...] = (),
+    is_size: bool = False,
 ) -> Any:
     """Declare an option of a policy class; the attribute then holds its value.
 

@@ -28,7 +28,9 @@ def parse_size(text: str) -> int:
     match = _SIZE.fullmatch(text.strip())
     unit = _UNITS.get(match[2].lower()) if match else None
     if match is None or unit is None:
-        raise InputError(f"size {text!r}: expected bytes or a number with KiB, MiB, GiB, KB, MB, GB")
+        raise InputError(
+            f"size {text!r}: expected bytes or a number with KiB, MiB, GiB, KB, MB, GB"
+        )
     whole, _, fraction = match[1].replace("_", "").partition(".")
     size = int(whole) * unit + (int(fraction) * unit // 10 ** len(fraction) if fraction else 0)
     if size >= MAX_BYTES:

@@ -1,0 +1,269 @@
+"""What the commands do, behind the command line's names and options."""
+
+import contextlib
+import csv
+import os
+import sys
+import traceback
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import click
+
+from alloclab.api import NEWEST_JAX, policy_defaults, replays
+from alloclab.cli import NO, emit
+from alloclab.policies.base import Policy
+from alloclab.policies.errors import InputError
+from alloclab.policies.registry import known_policies, parse_policies
+from alloclab.policies.units import format_size, parse_size
+from alloclab.simulator.atomic import atomic_write
+from alloclab.simulator.devices import Device, load_device
+from alloclab.simulator.environment import AllocatorEnvironment, read_environment
+from alloclab.simulator.replay import ReplayResult
+from alloclab.simulator.trace_files import load_trace, save_trace
+
+
+def run_capture(script: Path, args: Sequence[str], output: Path, *, as_json: bool) -> int:
+    """Record a script's program trace; the script's own error is shown after saving it."""
+    from alloclab.scenarios.script import capture_script
+
+    with _stdout_to_stderr(as_json):
+        trace, error = capture_script(script, args)
+        if error is not None:
+            traceback.print_exception(error)
+    save_trace(trace, output)
+    found = {
+        "file": str(output),
+        "events": len(trace),
+        "executables": len(trace.executables),
+        "buffers": len(trace.buffer_bytes),
+        "script_error": None if error is None else f"{type(error).__name__}: {error}",
+    }
+    if as_json:
+        emit(found)
+    else:
+        click.echo(
+            f"{output}: {found['events']} events, {found['executables']} executables, "
+            f"{found['buffers']} buffers"
+        )
+    return 0 if error is None else NO
+
+
+@contextlib.contextmanager
+def _stdout_to_stderr(wanted: bool) -> Iterator[None]:
+    """Let everything that the script prints, in C too, go to stderr, so stdout stays clean."""
+    if not wanted:
+        yield
+        return
+    sys.stdout.flush()
+    saved = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        os.dup2(saved, 1)
+        os.close(saved)
+
+
+def run_replay(
+    trace: Path,
+    policies: str,
+    devices: str | None,
+    limit: str | None,
+    jax_version: str | None,
+    variables: Sequence[str],
+    placements: Path | None,
+    as_json: bool,
+) -> int:
+    """Replay every policy on every device and print one row each."""
+    setup = _setup(policies, devices, limit, jax_version, variables)
+    if placements is not None and len(setup.policies) * len(setup.devices) > 1:
+        raise InputError("--placements: give one policy and one device")
+    loaded = load_trace(trace)
+    with _status(f"replaying {trace}"):
+        results = list(replays(loaded, *setup))
+    if placements is not None:
+        _write_placements(results[0], placements)
+    if as_json:
+        emit({"trace": str(trace), "results": [each.to_json() for each in results]})
+    else:
+        _print_replays(results)
+        for note in setup.settings.notes:
+            click.echo(f"note: {note}")
+    return NO if any(each.oom for each in results) else 0
+
+
+class _Setup(NamedTuple):
+    """What to replay under, as the arguments of `alloclab.api.replays`."""
+
+    policies: list[Policy]
+    devices: list[Device | None]
+    limit: int | None
+    settings: AllocatorEnvironment
+
+
+def _setup(
+    policies: str,
+    devices: str | None,
+    limit: str | None,
+    jax_version: str | None,
+    variables: Sequence[str] = (),
+) -> _Setup:
+    jax = jax_version or NEWEST_JAX
+    settings = read_environment(_variables(variables), jax)
+    return _Setup(
+        parse_policies(policies, policy_defaults(settings, jax)),
+        [load_device(name.strip()) for name in devices.split(",")] if devices else [None],
+        None if limit is None else parse_size(limit),
+        settings,
+    )
+
+
+def _variables(pairs: Sequence[str]) -> dict[str, str]:
+    split = [pair.partition("=") for pair in pairs]
+    if bad := [name for name, equals, _ in split if not (name and equals)]:
+        raise InputError(f"--env {bad[0]}: expected NAME=VALUE")
+    return {name: value for name, _, value in split}
+
+
+def _status(text: str) -> contextlib.AbstractContextManager[Any]:
+    """A spinner on a terminal, nothing elsewhere."""
+    if not sys.stderr.isatty():
+        return contextlib.nullcontext()
+    from rich.console import Console
+
+    return Console(stderr=True).status(text)
+
+
+def _write_placements(result: ReplayResult, path: Path) -> None:
+    ids = result.trace.id[result.trace.alloc_events]
+    with atomic_write(path) as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(["id", "offset"])
+        writer.writerows(zip(ids.tolist(), result.placements.tolist(), strict=True))
+
+
+def _print_replays(results: Sequence[ReplayResult]) -> None:
+    trace = results[0].trace
+    bound = format_size(trace.lower_bound_bytes)
+    click.echo(
+        f"{trace.name or 'trace'}: {trace.num_allocs} allocations in {len(trace)} events; "
+        f"at most {bound} live at once"
+    )
+    rows = []
+    for each in results:
+        oom = each.oom
+        verdict = "fits"
+        if oom is not None:
+            verdict = (
+                f"no: event {oom.event} asks {format_size(oom.request_bytes)}, "
+                f"{format_size(oom.free_bytes)} free, "
+                f"largest block {format_size(oom.largest_free_bytes)} ({oom.cause})"
+            )
+        rows.append(
+            [
+                each.device or "-",
+                "-" if each.limit is None else format_size(each.limit),
+                each.policy,
+                format_size(each.stats.peak_bytes_in_use),
+                format_size(each.stats.peak_pool_bytes),
+                f"{each.external_fragmentation_at_peak:.1%}",
+                format_size(each.internal_waste_at_peak),
+                "-" if each.min_limit_bytes is None else format_size(each.min_limit_bytes),
+                verdict,
+            ]
+        )
+    _print_table(
+        [
+            "device",
+            "limit",
+            "policy",
+            "peak in use",
+            "peak pool",
+            "fragmentation",
+            "waste",
+            "fits from",
+            "verdict",
+        ],
+        rows,
+        numbers=range(3, 8),
+    )
+
+
+def _print_table(names: Sequence[str], rows: Sequence[Sequence[str]], numbers: Any = ()) -> None:
+    """A table as wide as the terminal; wide enough for everything where there is none."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for at, name in enumerate(names):
+        table.add_column(name, justify="right" if at in numbers else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=max(console.measure(table).maximum, 20))
+    console.print(table)
+
+
+def run_plot(
+    trace: Path,
+    output: Path,
+    policies: str,
+    device: str | None,
+    limit: str | None,
+    kind: str,
+    x_axis: str,
+    jax_version: str | None,
+    as_json: bool,
+) -> int:
+    """Draw a replay of the trace."""
+    setup = _setup(policies, device, limit, jax_version)
+    results = list(replays(load_trace(trace), *setup, search_limit=False))
+    draw(results, kind, x_axis, output)
+    if as_json:
+        emit({"file": str(output)})
+    else:
+        click.echo(f"{output}")
+    return 0
+
+
+def list_policies(*, as_json: bool) -> int:
+    """Name, summary and options of every policy."""
+    known = sorted(known_policies().items())
+    if as_json:
+        emit([
+            {
+                "name": name,
+                "summary": policy.summary(),
+                "options": [
+                    {"name": key, "default": each.default, "help": each.help,
+                     "choices": list(each.choices)}
+                    for key, each in policy.options.items()
+                ],
+            }
+            for name, policy in known
+        ])  # fmt: skip
+        return 0
+    _print_table(
+        ["policy", "summary", "options"],
+        [
+            [
+                name,
+                policy.summary(),
+                "\n".join(
+                    f"{key}={each.default}: {each.help}" for key, each in policy.options.items()
+                ),
+            ]
+            for name, policy in known
+        ],
+    )
+    return 0
+
+
+def list_devices(*, as_json: bool) -> int:
+    """Name, kind and memory of every device."""
+    raise NotImplementedError
