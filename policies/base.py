@@ -259,6 +259,21 @@ class Policy:
         """A compiled replay of the whole stream with the same outcome, or None if there is none."""
         return None
 
+    def memory_stats(self, stats: Stats, limit: int | None, largest_free: int) -> dict[str, int]:
+        """What `jax.Device.memory_stats` says for these counts, under its keys (bytes)."""
+        return {
+            "num_allocs": stats.num_allocs,
+            "bytes_in_use": stats.bytes_in_use,
+            "peak_bytes_in_use": stats.peak_bytes_in_use,
+            "largest_alloc_size": stats.largest_alloc_size,
+            **({} if limit is None else {"bytes_limit": limit}),
+            "bytes_reserved": 0,
+            "peak_bytes_reserved": 0,
+            "largest_free_block_bytes": largest_free,
+            "pool_bytes": stats.pool_bytes,
+            "peak_pool_bytes": stats.peak_pool_bytes,
+        }
+
     # --- what a subclass may call ---------------------------------------------------------
 
     def reserve(self, size: int, alignment: int = 256) -> int | None:

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from alloclab.policies.base import Columns, Event, Free, Mark, Request
-from alloclab.policies.errors import InputError
+from alloclab.policies.errors import InputError, RowError
 from alloclab.policies.units import MAX_BYTES
 
 FREE, ALLOC, MARK = 0, 1, 2
@@ -39,7 +39,7 @@ class RequestTrace:
     ``labels`` are the texts; ``name`` says where the trace is from.
 
     Raises:
-        InputError: a row is not valid; the message names it (counted from 0).
+        InputError: a column, or (as `RowError`, which names it, counted from 0) a row is not valid.
     """
 
     op: npt.NDArray[np.uint8]
@@ -58,7 +58,7 @@ class RequestTrace:
     def from_columns(
         cls,
         op: npt.ArrayLike,
-        id: npt.ArrayLike,  # noqa: A002
+        id: npt.ArrayLike,
         size: npt.ArrayLike,
         *,
         labels: Sequence[str] = ("",),
@@ -221,9 +221,7 @@ def _column(name: str, values: npt.ArrayLike, dtype: type[np.generic]) -> npt.ND
     wrong = np.flatnonzero(cast != given)
     if wrong.size:
         row = int(wrong[0])
-        raise InputError(
-            f"request trace: row {row}: {name} {given[row]} is not a valid {np.dtype(dtype).name}"
-        )
+        raise _bad(row, f"{name} {given[row]} is not a valid {np.dtype(dtype).name}")
     return cast
 
 
@@ -235,30 +233,45 @@ def _check(trace: RequestTrace) -> None:
             raise InputError(
                 f"request trace: {rows} rows of op, {len(getattr(trace, name))} of {name}"
             )
+    if not all(isinstance(each, str) for each in trace.labels):
+        raise InputError("request trace: labels must be text")
+    if len(set(trace.labels)) < len(trace.labels):
+        twice = next(each for each in trace.labels if trace.labels.count(each) > 1)
+        raise InputError(f"request trace: label {twice!r} is there twice, expected each once")
     if not rows:
         return
 
-    def refuse(bad: npt.NDArray[np.bool_], column: str, valid: str) -> None:
+    def column(name: str) -> npt.NDArray[Any]:
+        values: npt.NDArray[Any] = getattr(trace, name)
+        return values[:1] if values.strides == (0,) else values  # a constant: one row tells all
+
+    def refuse(bad: npt.NDArray[np.bool_], name: str, valid: str) -> None:
         if bad.any():
             row = int(bad.argmax())
-            found = getattr(trace, column)[row]
-            raise InputError(f"request trace: row {row}: {column} {found}, expected {valid}")
+            raise _bad(row, f"{name} {getattr(trace, name)[row]}, expected {valid}")
 
     is_alloc = trace.op == ALLOC
-    refuse(trace.op > MARK, "op", "0 (free), 1 (alloc) or 2 (mark)")
-    refuse(trace.id < 0, "id", "0 or more")
-    refuse(trace.size < 0, "size", "0 or more bytes")
-    refuse(trace.size >= MAX_BYTES, "size", "less than 1 EiB")
+    refuse(column("op") > MARK, "op", "0 (free), 1 (alloc) or 2 (mark)")
+    refuse(column("id") < 0, "id", "0 or more")
+    refuse((trace.op == MARK) & (trace.id != 0), "id", "0 on marks")
+    refuse(column("size") < 0, "size", "0 or more bytes")
+    refuse(column("size") >= MAX_BYTES, "size", "less than 1 EiB")
     refuse(~is_alloc & (trace.size != 0), "size", "0 on frees and marks")
-    if trace.alignment.strides != (0,):
-        power = (trace.alignment > 0) & (trace.alignment & (trace.alignment - 1) == 0)
-        refuse(~power, "alignment", "a power of two")
-    refuse(trace.space >= len(SPACES), "space", f"0 to {len(SPACES) - 1}")
-    refuse((trace.label < 0) | (trace.label >= len(trace.labels)), "label", "an index into labels")
-    if trace.time_us.strides != (0,):
-        refuse(~np.isfinite(trace.time_us), "time_us", "a finite number of microseconds")
-        refuse(np.diff(trace.time_us, prepend=trace.time_us[0]) < 0, "time_us", "no step back")
+    alignment, space, label, time_us = map(column, ("alignment", "space", "label", "time_us"))
+    power = (alignment > 0) & (alignment & (alignment - 1) == 0)
+    refuse(~power, "alignment", "a power of two")
+    refuse(space >= len(SPACES), "space", f"0 to {len(SPACES) - 1}")
+    refuse((label < 0) | (label >= len(trace.labels)), "label", "an index into labels")
+    refuse(~np.isfinite(time_us), "time_us", "a finite number of microseconds")
+    refuse(np.diff(time_us, prepend=time_us[0]) < 0, "time_us", "no step back")
     trace.slot  # noqa: B018  checks that ids pair up
+    # Sums of live bytes are int64 everywhere. Wrapping is harmless unless it happened.
+    if float(trace.size.max()) * trace.num_allocs >= 2.0**63:
+        refuse(trace.live_bytes < 0, "size", "less than 8 EiB live at once")
+
+
+def _bad(row: int, text: str, before: int | None = None) -> RowError:
+    return RowError("request trace", row, text, before)
 
 
 def _slots(trace: RequestTrace) -> npt.NDArray[np.int64]:
@@ -270,47 +283,46 @@ def _slots(trace: RequestTrace) -> npt.NDArray[np.int64]:
     allocs = np.flatnonzero(trace.op == ALLOC)
     frees = np.flatnonzero(trace.op == FREE)
     ids, freed = trace.id[allocs], trace.id[frees]
+    top = max(int(ids.max(initial=-1)), int(freed.max(initial=-1)))
+    if top >= 4 * len(trace) + 1024:  # sparse ids: count them densely
+        known, dense = np.unique(np.concatenate([ids, freed]), return_inverse=True)
+        ids, freed, top = dense[: len(ids)], dense[len(ids) :], len(known) - 1
+    ordinals, none = np.arange(max(len(ids), len(freed))), np.full(top + 1, -1, np.int64)
+    by_id = none.copy()
+    by_id[ids] = ordinals[: len(ids)]
+    found = by_id[freed]
+    freed_by = none
+    freed_by[freed] = ordinals[: len(freed)]
+    if (
+        (by_id[ids] != ordinals[: len(ids)]).any()  # the last of duplicates is in the table
+        or (freed_by[freed] != ordinals[: len(freed)]).any()
+        or (found < 0).any()
+        or (allocs[found] > frees).any()
+    ):
+        raise _first_fault(trace)
     slots = np.full(len(trace), -1, np.int64)
-    slots[allocs] = np.arange(len(allocs))
-    if not len(allocs):
-        if len(frees):
-            raise InputError(_bad_free(trace, int(frees[0]), -1))
-        return slots
-    top = int(ids.max())
-    if top < 4 * len(trace) + 1024:  # dense ids: a table
-        table = np.full(top + 1, -1, np.int64)
-        table[ids[::-1]] = np.arange(len(ids))[::-1]  # the first of duplicates wins
-        first = table[ids]
-        found = np.where(freed <= top, table[np.minimum(freed, top)], -1)
-    else:  # sparse ids: a sorted list
-        order = np.argsort(ids, kind="stable")
-        ranked = ids[order]
-        first = order[np.searchsorted(ranked, ids)]
-        at = np.minimum(np.searchsorted(ranked, freed), len(ranked) - 1)
-        found = np.where(ranked[at] == freed, order[at], -1)
-    again = np.flatnonzero(first != np.arange(len(ids)))
-    if again.size:
-        row, before = int(allocs[again[0]]), int(allocs[first[again[0]]])
-        raise InputError(
-            f"request trace: row {row}: id {trace.id[row]} was already allocated at row {before}; "
-            "each allocation needs an id of its own"
-        )
-    unknown = found < 0
-    early = ~unknown & (allocs[found] > frees)
-    if (unknown | early).any():
-        row = int(frees[(unknown | early).argmax()])
-        raise InputError(_bad_free(trace, row, -1))
-    _, firsts, counts = np.unique(found, return_index=True, return_counts=True)
-    if (counts > 1).any():
-        twice = np.ones(len(found), bool)
-        twice[firsts] = False
-        at = int(twice.argmax())
-        before = int(frees[np.flatnonzero(found == found[at])[0]])
-        raise InputError(_bad_free(trace, int(frees[at]), before))
+    slots[allocs] = ordinals[: len(ids)]
     slots[frees] = found
     return slots
 
 
-def _bad_free(trace: RequestTrace, row: int, before: int) -> str:
-    why = f"it was already freed at row {before}" if before >= 0 else "it is not allocated there"
-    return f"request trace: row {row}: free of id {trace.id[row]}, but {why}"
+def _first_fault(trace: RequestTrace) -> RowError:
+    """The first row whose id does not pair up."""
+    made: dict[int, int] = {}
+    freed: dict[int, int] = {}
+    for row, (op, name) in enumerate(zip(trace.op.tolist(), trace.id.tolist(), strict=True)):
+        if op == ALLOC:
+            if name in made:
+                text = (
+                    f"each allocation needs an id of its own, but id {name} was already "
+                    "allocated at"
+                )
+                return _bad(row, text, made[name])
+            made[name] = row
+        elif op == FREE:
+            if name not in made:
+                return _bad(row, f"free of id {name}, but it is not allocated there")
+            if name in freed:
+                return _bad(row, f"free of id {name}, but it was already freed at", freed[name])
+            freed[name] = row
+    raise AssertionError("all ids pair up")
