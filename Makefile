@@ -24,10 +24,15 @@ $(VENV)/.deps: pyproject.toml
 	@touch $@
 
 # A strict editable install is a tree of links, so that type checkers and import-linter see one
-# package; it is made again whenever files may have been added.
+# package; it is made again when files were added or removed.
+HOUSE := alloclab policies simulator scenarios validation
+LOCK := $(if $(shell command -v flock),flock $(VENV)/.lock)
 link: $(VENV)/.deps
-	@$(PIP) install --no-deps --no-build-isolation --config-settings editable_mode=strict -e . \
-	  >/dev/null 2>&1
+	@$(LOCK) sh -c 'find $(HOUSE) -type f ! -path "*/__pycache__/*" | sort > $(VENV)/.house.new; \
+	  test -d $(TREE) && cmp -s $(VENV)/.house.new $(VENV)/.house || { \
+	    $(PIP) install --no-deps --no-build-isolation --config-settings editable_mode=strict -e . \
+	      > $(VENV)/link.log 2>&1 || { cat $(VENV)/link.log; exit 1; }; \
+	    mv $(VENV)/.house.new $(VENV)/.house; }'
 
 demo: install
 	@$(BIN)/python examples/demo.py

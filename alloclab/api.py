@@ -12,7 +12,6 @@ from alloclab.simulator.environment import AllocatorEnvironment, read_environmen
 from alloclab.simulator.program import ProgramTrace
 from alloclab.simulator.replay import ReplayResult, replay_requests
 from alloclab.simulator.requests import RequestTrace
-from alloclab.simulator.runtime import lower
 from alloclab.simulator.trace_files import load_trace
 
 #: The jax whose rules apply where none is named.
@@ -81,7 +80,7 @@ def replays(
 ) -> Iterator[ReplayResult]:
     """Replay a trace under every policy on every device; see `replay`."""
     for device in devices:
-        requests = lower(trace, device) if isinstance(trace, ProgramTrace) else trace
+        requests = requests_on(trace, device, settings)
         size = bytes_limit(device, settings) if limit is None and device is not None else limit
         for policy in policies:
             yield replay_requests(
@@ -92,6 +91,18 @@ def replays(
                 driver=driver,
                 search_limit=search_limit,
             )
+
+
+def requests_on(
+    trace: RequestTrace | ProgramTrace, device: Device | None, settings: AllocatorEnvironment
+) -> RequestTrace:
+    """What the device's allocator is asked; a request trace is that already."""
+    if isinstance(trace, RequestTrace):
+        return trace
+    from alloclab.simulator.runtime import AS_CAPTURED, lower
+    from alloclab.simulator.runtime_plan import Machine
+
+    return lower(trace, AS_CAPTURED if device is None else Machine.of(device, settings))
 
 
 def policy_defaults(settings: AllocatorEnvironment, jax: str) -> dict[str, str]:

@@ -223,7 +223,9 @@ def run_plot(
     """Draw a replay of the trace."""
     setup = _setup(policies, device, limit, jax_version)
     results = list(replays(load_trace(trace), *setup, search_limit=False))
-    draw(results, kind, x_axis, output)
+    from alloclab.simulator.plots import draw, save_figure
+
+    save_figure(draw(results, kind, x_axis), output)
     if as_json:
         emit({"file": str(output)})
     else:
@@ -265,5 +267,33 @@ def list_policies(*, as_json: bool) -> int:
 
 
 def list_devices(*, as_json: bool) -> int:
-    """Name, kind and memory of every device."""
-    raise NotImplementedError
+    """Name, kind, memory and limit of every device."""
+    settings = read_environment({}, NEWEST_JAX)
+    rows = [(device, bytes_limit(device, settings)) for device in known_devices()]
+    if as_json:
+        emit([
+            {
+                "name": device.name,
+                "summary": device.summary,
+                "kind": device.kind,
+                "aliases": list(device.aliases),
+                "memory_bytes": device.memory_bytes,
+                "limit_bytes": limit,
+            }
+            for device, limit in rows
+        ])  # fmt: skip
+        return 0
+    _print_table(
+        ["device", "memory", "limit", "summary"],
+        [
+            [
+                ", ".join((device.name, *device.aliases)),
+                "-" if device.memory_bytes is None else format_size(device.memory_bytes),
+                "-" if limit is None else format_size(limit),
+                device.summary,
+            ]
+            for device, limit in rows
+        ],
+        numbers=(1, 2),
+    )
+    return 0

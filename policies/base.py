@@ -360,7 +360,7 @@ class Policy:
         stats.largest_alloc_size = max(stats.largest_alloc_size, taken)
         return placement
 
-    def free(self, id: int) -> None:  # noqa: A002
+    def free(self, id: int) -> None:
         """Free the allocation of this id; nothing happens if it was refused or of size 0."""
         placement = self._live.pop(id, None)
         if placement is None:

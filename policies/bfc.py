@@ -228,8 +228,8 @@ class Bfc(Policy):
         available = align_down(self.limit - self.stats.pool_bytes, MIN_ALLOCATION_SIZE)
         if size > available:
             return False
-        if self.spatial and self.regions and (self.gap or not self.rules.extends_backed_off):
-            return False  # a second gap cannot be (jax 0.11.2 aborts here)
+        if self.spatial and self.regions:  # the driver gave it in part; a second gap cannot be
+            return False
         doubled = size > self.next_region
         while 0 < self.next_region < size:
             self.next_region = self.next_region * 2 & SIZE_T_MAX

@@ -1,29 +1,27 @@
-"""The compiled form of `alloclab.policies.bfc.Bfc`: whole request streams in one Numba loop.
+"""The compiled form of `alloclab.policies.bfc.Bfc`: a whole request stream in one Numba loop.
 
-Sizes and addresses are counted in units of 256 bytes, so that they fit int32 (pools below 512 GiB).
-A chunk is a *record* of eight int32 in one array; a *handle* is the index of a record's first
-field, and a field is ``R[h + FIELD]``. Record 0 stands for "no chunk": it counts as in use, so it
-ends every region on both sides.
+Sizes and addresses are in units of 256 bytes, so that they fit int32 (pools below 512 GiB). A chunk
+is a record of eight int32; its *handle* is the index of the first, and a field of it is
+``chunks[h + SIZE]``. Record 0 stands for "no chunk": it counts as in use and ends every region.
 
-Holes are found without scanning bins: every power of two of sizes has 256 *classes*, a bitmap of
-two levels tells which are not empty, and a class with more than one hole is a digital search tree
-on (size, address), threaded through the records. Best fit is the smallest key from (size, 0) on.
+Bins do not change where a request goes, so holes are found faster here: every power of two of sizes
+has 256 *classes*, a bitmap of two levels tells which are not empty, and a class with more than one
+hole is a digital search tree on the *key* (size, address), threaded through the records.
 
-Helpers take raw pointers instead of arrays, because Numba counts references of arrays in the event
-loop, at four times the run time. docs/explanation/fast-replay.md tells what else was tried.
+Helpers take raw pointers: with arrays Numba counts references in the event loop, at four times the
+run time. docs/explanation/fast-replay.md tells what else was tried and measured.
 """
 
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import numba
 import numpy as np
 import numpy.typing as npt
 from numba import types
 from numba.core import cgutils
-from numba.cpython.unsafe.numbers import leading_zeros, trailing_zeros
+from numba.cpython.unsafe import numbers
 from numba.extending import intrinsic
 
 from alloclab.policies.base import Columns, Driver, Outcome, Region, Stats
@@ -32,563 +30,626 @@ from alloclab.policies.bfc_versions import BACKPEDAL_FACTOR, MIN_ALLOCATION_SIZE
 if TYPE_CHECKING:
     from alloclab.policies.bfc import Bfc
 
-Function = TypeVar("Function", bound=Callable[..., Any])
-#: A pointer to int32 or int64 inside compiled code.
-Pointer = Any
-Int32s = npt.NDArray[np.int32]
-Int64s = npt.NDArray[np.int64]
-
-UNIT_BITS = 8  # 256 bytes
+UNIT_BITS = 8
 MAX_UNITS = 1 << 31
-#: Classes per power of two, as a power of two; and of all classes of one end.
+#: log2 of the classes per power of two, and of the classes of one end (some stay unused).
 CLASS_BITS, END_BITS = 8, 13
-#: Regions that a replay can hold; a stream that takes more is left to the readable policy.
+#: Regions that one replay can hold; a stream that takes more is left to the readable policy.
 MAX_REGIONS = 1 << 12
 #: Events between the prefetch of a record and its use.
 AHEAD = 8
 
-# Fields of a record. UP is the parent in the class's tree, 0 at its root and for the gap.
+# Fields of a record. UP is the parent in the class's tree; 0 at its root and for the gap.
 SIZE, ADDRESS, PREVIOUS, NEXT, LEFT, RIGHT, UP, TAG = range(8)
 RECORD = 8
-USED = -2  # value of UP in a chunk in use
+USED = -2  # UP of a chunk in use
 LOWER, UPPER, GAP, NO_TAG = range(4)
 
-# The pool: int64 that the loop and its helpers share.
-(
-    SPARE,  # record to use again, linked through NEXT
-    FRESH,  # first record never used
-    CENTRAL,  # handle of the central gap, or 0
-    POOL,  # bytes taken from the driver
-    NEXT_REGION,  # bytes of the next region (size_t)
-    NEXT_ADDRESS,  # bytes
-    CALLS,  # calls to the driver
-    REGIONS,  # regions taken
-    LIMIT,  # bytes, from here on constant
-    CAPACITY,
-    LARGEST,
-    DRIVER_GAP,
-    SPATIAL,
-    BACKS_OFF_DOWN,
-    EXTENDS_BACKED_OFF,
-    KEY_SHIFT,  # addresses are shifted left to use all 32 bits of a key
-    LOWER_FLIP,  # flips the addresses of a descending end
-    UPPER_FLIP,
-) = range(18)
-POOL_FIELDS = 18
+# What the pool is (int64, bytes); from LIMIT on it does not change.
+SPARE = 0  # a record to use again; more are linked through NEXT
+FRESH = 1  # the first record never used
+CENTRAL = 2  # handle of the central gap, or 0
+TAKEN_BYTES = 3  # from the driver
+NEXT_REGION = 4  # a size_t
+NEXT_ADDRESS = 5
+DRIVER_CALLS = 6
+NUM_REGIONS = 7
+LIMIT = 8
+CAPACITY = 9
+LARGEST = 10
+DRIVER_GAP = 11
+BACKS_OFF_DOWN = 12
+NEW_TAG = 13  # tag of a new region
+MAX_WASTE = 14  # units
+KEY_SHIFT = 15  # addresses are shifted left so that keys use all their bits
+FLIP = 16  # per end: flips the addresses of a descending one
+EXACT = 18  # per end: holes, gap: the least that is split off is 1 unit
+POOL_FIELDS = 22
 
-REFUSED, TOO_LARGE = 0, -1  # what `extend` answers instead of a handle
-UNLIMITED = (1 << 63) - 1
-LAST_KEY = (1 << 63) - 1
-NONE_ALIGNED, NONE_COLLECTIVE = np.zeros(0, np.int64), np.zeros(0, np.uint8)
+REFUSED, TOO_LARGE = 0, -1  # answers in place of a handle
+HIGHEST = (1 << 63) - 1
+NO_ALIGNMENTS, NO_COLLECTIVES = np.zeros(0, np.int64), np.zeros(0, np.uint8)
+
+# Inside compiled code everything is int64, or a pointer to int32 (chunks, heads, live) or int64.
+Int: Any = np.int64
+Pointer = Any
+leading_zeros: Any = numbers.leading_zeros
+trailing_zeros: Any = numbers.trailing_zeros
+pointer_to: Any = types.CPointer
+get_or_insert_function: Any = cgutils.get_or_insert_function
 
 
-def compiled(function: Function) -> Function:
-    """Compile with Numba at the first call, or load the result of an earlier one from disk."""
-    made: Function = numba.njit(boundscheck=False, error_model="numpy", nogil=True, cache=True)(
-        function
+def compiled(function: Any) -> Any:
+    """Compile with Numba at the first call, or load what an earlier one left on disk."""
+    return numba.njit(function, error_model="numpy", boundscheck=False, nogil=True, cache=True)
+
+
+def inlined(function: Any) -> Any:
+    """Compile a helper into its callers."""
+    return numba.njit(
+        function, error_model="numpy", boundscheck=False, nogil=True, cache=True, forceinline=True
     )
-    return made
 
 
-@intrinsic
-def pointer(context: Any, array: Any) -> Any:
-    """The data pointer of an array: no bounds, no wrap-around, no reference counting."""
-
+def _pointer(context: Any, array: Any) -> Any:
     def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return context.make_array(array)(context, builder, args[0]).data
 
-    return types.CPointer(array.dtype)(array), build
+    return pointer_to(array.dtype)(array), build
 
 
-@intrinsic
-def prefetch(context: Any, base: Any, index: Any) -> Any:
-    """Ask for the cache line of ``base[index]``."""
-
+def _prefetch(context: Any, base: Any, index: Any) -> Any:
     def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         from llvmlite import ir
 
         byte, word = ir.IntType(8).as_pointer(), ir.IntType(32)
-        function = cgutils.get_or_insert_function(
-            builder.module,
-            ir.FunctionType(ir.VoidType(), [byte, word, word, word]),
-            "llvm.prefetch.p0",
-        )
+        kind = ir.FunctionType(ir.VoidType(), [byte, word, word, word])
+        function = get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
         address = builder.bitcast(builder.gep(args[0], args[1:]), byte)
-        builder.call(function, [address, word(0), word(3), word(1)])  # to read, keep, data
+        builder.call(function, [address, word(0), word(3), word(1)])  # read, keep, data
         return context.get_dummy_value()
 
     return types.void(base, index), build
 
 
+#: pointer(array): its data, without bounds, wrap-around or reference count.
+pointer: Any = intrinsic(_pointer)
+#: prefetch(base, index): ask for the cache line of base[index].
+prefetch: Any = intrinsic(_prefetch)
+
+
 # --- holes: classes, bitmap, trees -----------------------------------------------------------
 
 
-@compiled
-def class_shift(size: int) -> int:
-    """How many low bits of a size do not tell its class."""
-    return max(np.int64(63 - CLASS_BITS) - np.int64(leading_zeros(size)), np.int64(0))
+@inlined
+def class_shift(size: Any) -> Any:
+    """How many low bits of a size its class leaves open."""
+    return max(Int(63 - CLASS_BITS) - Int(leading_zeros(size)), Int(0))
+
+
+@inlined
+def class_of(end: Any, size: Any, shift: Any) -> Any:
+    return (end << END_BITS) + (shift << CLASS_BITS) + (size >> shift)
+
+
+@inlined
+def key_of(chunks: Pointer, pool: Pointer, h: Any) -> Any:
+    """A hole's place in best-fit order: size, then address."""
+    address = Int(chunks[h + ADDRESS]) ^ pool[FLIP + (chunks[h + TAG] & 1)]
+    return Int(chunks[h + SIZE]) << 32 | address << pool[KEY_SHIFT]
+
+
+@inlined
+def is_single(chunks: Pointer, h: Any) -> Any:
+    """Whether the root of a tree is all of it."""
+    return chunks[h + LEFT] | chunks[h + RIGHT] == 0
 
 
 @compiled
-def key_of(R: Pointer, P: Pointer, h: int) -> int:
-    """The place of a hole in best-fit order: size, then address."""
-    flip = P[LOWER_FLIP + (R[h + TAG] & 1)]
-    return np.int64(R[h + SIZE]) << 32 | (np.int64(R[h + ADDRESS]) ^ flip) << P[KEY_SHIFT]
+def next_class(bits: Pointer, c: Any) -> Any:
+    """The first class from c on, of the same end, that is not empty; -1 if there is none.
 
-
-@compiled
-def next_class(B: Pointer, c: int) -> int:
-    """The first class from c on that is not empty and of the same end, or -1.
-
-    B holds the upper level of the bitmap (four words, two per end), then the lower one.
+    The upper level of the bitmap is its first four words, two per end.
     """
-    w = c >> 6
-    bits = B[4 + w] & (np.int64(-1) << (c & 63))
-    if bits == 0:
-        w += 1
-        t = w >> 6
-        bits = B[t] & (np.int64(-1) << (w & 63))
-        if bits == 0:
-            t += 1
-            if t & 1 == 0:
-                return -1
-            bits = B[t]
-            if bits == 0:
-                return -1
-        w = t << 6 | np.int64(trailing_zeros(bits))
-        bits = B[4 + w]
-    return w << 6 | np.int64(trailing_zeros(bits))
+    word = c >> 6
+    found = bits[4 + word] & (Int(-1) << (c & 63))
+    if found == 0:
+        word += 1
+        top = word >> 6
+        found = bits[top] & (Int(-1) << (word & 63))
+        if found == 0:
+            top += 1
+            if top & 1 == 0 or bits[top] == 0:
+                return Int(-1)
+            found = bits[top]
+        word = top << 6 | Int(trailing_zeros(found))
+        found = bits[4 + word]
+    return word << 6 | Int(trailing_zeros(found))
+
+
+@inlined
+def mark_full(heads: Pointer, bits: Pointer, c: Any, h: Any) -> None:
+    """Make a hole the only one of an empty class."""
+    heads[c] = h
+    word = c >> 6
+    bits[4 + word] |= Int(1) << (c & 63)
+    bits[word >> 6] |= Int(1) << (word & 63)
+
+
+@inlined
+def mark_empty(heads: Pointer, bits: Pointer, c: Any) -> None:
+    heads[c] = 0
+    word = c >> 6
+    left = bits[4 + word] & ~(Int(1) << (c & 63))
+    bits[4 + word] = left
+    if left == 0:
+        bits[word >> 6] &= ~(Int(1) << (word & 63))
 
 
 @compiled
-def insert(R: Pointer, H: Pointer, B: Pointer, P: Pointer, h: int) -> None:
-    """Add a hole to its class, or make it the gap."""
-    if R[h + TAG] == GAP:
-        P[CENTRAL] = h
-        R[h + UP] = 0
+def insert(chunks: Pointer, heads: Pointer, bits: Pointer, pool: Pointer, h: Any) -> None:
+    """Add a free chunk: to its class, or as the gap."""
+    chunks[h + UP] = 0
+    if chunks[h + TAG] == GAP:
+        pool[CENTRAL] = h
         return
-    size = np.int64(R[h + SIZE])
+    chunks[h + LEFT] = 0
+    chunks[h + RIGHT] = 0
+    size = Int(chunks[h + SIZE])
     shift = class_shift(size)
-    c = (np.int64(R[h + TAG]) << END_BITS) + (shift << CLASS_BITS) + (size >> shift)
-    R[h + LEFT] = 0
-    R[h + RIGHT] = 0
-    n = np.int64(H[c])
+    c = class_of(Int(chunks[h + TAG]), size, shift)
+    n = Int(heads[c])
     if n == 0:
-        w = c >> 6
-        B[4 + w] |= np.int64(1) << (c & 63)
-        B[w >> 6] |= np.int64(1) << (w & 63)
-        H[c] = h
-        R[h + UP] = 0
+        mark_full(heads, bits, c, h)
         return
-    key = key_of(R, P, h)
+    key = key_of(chunks, pool, h)
     bit = shift + 31  # the higher bits are the same in the whole class
     while True:
         child = n + LEFT + ((key >> bit) & 1)
-        m = np.int64(R[child])
-        if m == 0:
+        below = Int(chunks[child])
+        if below == 0:
             break
-        n = m
+        n = below
         bit -= 1
-    R[child] = h
-    R[h + UP] = n
+    chunks[child] = h
+    chunks[h + UP] = n
 
 
 @compiled
-def remove(R: Pointer, H: Pointer, B: Pointer, P: Pointer, h: int) -> None:
-    """Take a hole out of its class, or the gap out of its place."""
-    if R[h + TAG] == GAP:
-        P[CENTRAL] = 0
+def remove(chunks: Pointer, heads: Pointer, bits: Pointer, pool: Pointer, h: Any) -> None:
+    """Take a free chunk out of its class, or out of its place as the gap."""
+    if chunks[h + TAG] == GAP:
+        pool[CENTRAL] = 0
         return
-    parent = np.int64(R[h + UP])
-    left = np.int64(R[h + LEFT])
-    right = np.int64(R[h + RIGHT])
-    m = np.int64(0)
+    parent, left, right = Int(chunks[h + UP]), Int(chunks[h + LEFT]), Int(chunks[h + RIGHT])
+    heir = Int(0)
     if left | right != 0:  # any leaf below may take its place
-        m = right if right != 0 else left
+        heir = right if right != 0 else left
         while True:
-            below = np.int64(R[m + RIGHT])
+            below = Int(chunks[heir + RIGHT])
             if below == 0:
-                below = np.int64(R[m + LEFT])
+                below = Int(chunks[heir + LEFT])
             if below == 0:
                 break
-            m = below
-        above = np.int64(R[m + UP])
-        R[above + (LEFT if R[above + LEFT] == m else RIGHT)] = 0
-        left = np.int64(R[h + LEFT])
-        right = np.int64(R[h + RIGHT])
-        R[m + LEFT] = left
-        R[m + RIGHT] = right
-        R[m + UP] = parent
+            heir = below
+        above = Int(chunks[heir + UP])
+        chunks[above + (LEFT if chunks[above + LEFT] == heir else RIGHT)] = 0
+        left, right = Int(chunks[h + LEFT]), Int(chunks[h + RIGHT])
+        chunks[heir + LEFT] = left
+        chunks[heir + RIGHT] = right
+        chunks[heir + UP] = parent
         if left != 0:
-            R[left + UP] = m
+            chunks[left + UP] = heir
         if right != 0:
-            R[right + UP] = m
+            chunks[right + UP] = heir
     if parent != 0:
-        R[parent + (LEFT if R[parent + LEFT] == h else RIGHT)] = m
+        chunks[parent + (LEFT if chunks[parent + LEFT] == h else RIGHT)] = heir
         return
-    size = np.int64(R[h + SIZE])
-    shift = class_shift(size)
-    c = (np.int64(R[h + TAG]) << END_BITS) + (shift << CLASS_BITS) + (size >> shift)
-    H[c] = m
-    if m == 0:
-        w = c >> 6
-        bits = B[4 + w] & ~(np.int64(1) << (c & 63))
-        B[4 + w] = bits
-        if bits == 0:
-            B[w >> 6] &= ~(np.int64(1) << (w & 63))
+    size = Int(chunks[h + SIZE])
+    c = class_of(Int(chunks[h + TAG]), size, class_shift(size))
+    if heir != 0:
+        heads[c] = heir
+    else:
+        mark_empty(heads, bits, c)
 
 
 @compiled
-def find(R: Pointer, H: Pointer, B: Pointer, P: Pointer, end: int, key: int) -> int:
-    """The first hole of an end from a key on, in best-fit order; 0 if there is none."""
-    size = key >> 32
-    shift = class_shift(size)
-    c = (end << END_BITS) + (shift << CLASS_BITS) + (size >> shift)
-    n = np.int64(H[c])
-    h = np.int64(0)
-    best = np.int64(LAST_KEY)
-    if n != 0:
-        if R[n + LEFT] | R[n + RIGHT] == 0:
-            if key_of(R, P, n) >= key:
-                return n
-            n = np.int64(0)
+def smallest(chunks: Pointer, pool: Pointer, n: Any) -> Any:
+    """The hole with the smallest key of a tree: it is on the leftmost path."""
+    h, best = n, Int(HIGHEST)
+    while n != 0:
+        key = key_of(chunks, pool, n)
+        if key < best:
+            h, best = n, key
+        left = Int(chunks[n + LEFT])
+        n = left if left != 0 else Int(chunks[n + RIGHT])
+    return h
+
+
+@compiled
+def first_from(chunks: Pointer, pool: Pointer, n: Any, key: Any, bit: Any) -> Any:
+    """The hole with the smallest key of a tree that is not below ``key``; 0 if there is none."""
+    h, best = Int(0), Int(HIGHEST)
+    rest = Int(0)  # the lowest subtree to the right of the path: all its keys are above
+    while n != 0:
+        each = key_of(chunks, pool, n)
+        if key <= each < best:
+            h, best = n, each
+        right = Int(chunks[n + RIGHT])
+        if (key >> bit) & 1:
+            n = right
         else:
-            bit = shift + 31
-            rest = np.int64(0)
-            while n != 0:  # down the path of the key; rest = lowest right subtree passed by
-                each = key_of(R, P, n)
-                if key <= each < best:
-                    best = each
-                    h = n
-                right = np.int64(R[n + RIGHT])
-                if (key >> bit) & 1:
-                    n = right
-                else:
-                    if right != 0:
-                        rest = right
-                    n = np.int64(R[n + LEFT])
-                bit -= 1
-            n = rest
-    if h | n == 0:
-        c = next_class(B, c + 1)
-        if c < 0:
-            return 0
-        n = np.int64(H[c])
-        if R[n + LEFT] | R[n + RIGHT] == 0:
+            if right != 0:
+                rest = right
+            n = Int(chunks[n + LEFT])
+        bit -= 1
+    if rest != 0:
+        rest = smallest(chunks, pool, rest)
+        if h == 0 or key_of(chunks, pool, rest) < best:
+            h = rest
+    return h
+
+
+@compiled
+def find(chunks: Pointer, heads: Pointer, bits: Pointer, pool: Pointer, end: Any, key: Any) -> Any:
+    """The first hole of an end in best-fit order that is not below ``key``; 0 if none is."""
+    shift = class_shift(key >> 32)
+    c = class_of(end, key >> 32, shift)
+    h = first_from(chunks, pool, Int(heads[c]), key, shift + 31)
+    if h == 0:
+        c = next_class(bits, c + 1)
+        if c >= 0:
+            h = smallest(chunks, pool, Int(heads[c]))
+    return h
+
+
+@compiled
+def take(chunks: Pointer, heads: Pointer, bits: Pointer, pool: Pointer, end: Any, size: Any) -> Any:
+    """Find the best fit and remove it: `find` and `remove` with a short way for single holes."""
+    shift = class_shift(size)
+    c = class_of(end, size, shift)
+    n, h = Int(heads[c]), Int(0)
+    if n != 0:
+        if not is_single(chunks, n):
+            h = first_from(chunks, pool, n, size << 32, shift + 31)
+        elif chunks[n + SIZE] >= size:
+            mark_empty(heads, bits, c)
             return n
-    while n != 0:  # the smallest key below n is on its leftmost path
-        each = key_of(R, P, n)
-        if each < best:
-            best = each
-            h = n
-        left = np.int64(R[n + LEFT])
-        n = left if left != 0 else np.int64(R[n + RIGHT])
+    if h == 0:
+        c = next_class(bits, c + 1)
+        if c < 0:
+            return Int(0)
+        n = Int(heads[c])
+        if is_single(chunks, n):
+            mark_empty(heads, bits, c)
+            return n
+        h = smallest(chunks, pool, n)
+    remove(chunks, heads, bits, pool, h)
     return h
 
 
 # --- chunks ----------------------------------------------------------------------------------
 
 
-@compiled
-def split(R: Pointer, P: Pointer, h: int, size: int) -> int:
-    """Shorten a chunk; the rest is a new chunk with the same tag, whose handle is returned."""
-    g = P[SPARE]
-    if g != 0:
-        P[SPARE] = R[g + NEXT]
+@inlined
+def split(chunks: Pointer, pool: Pointer, h: Any, size: Any) -> Any:
+    """Shorten a chunk; the rest becomes a new chunk with the same tag: its handle."""
+    rest = pool[SPARE]
+    if rest != 0:
+        pool[SPARE] = chunks[rest + NEXT]
     else:
-        g = P[FRESH]
-        P[FRESH] = g + RECORD
-    after = np.int64(R[h + NEXT])
-    R[g + SIZE] = R[h + SIZE] - size
-    R[g + ADDRESS] = R[h + ADDRESS] + size
-    R[g + PREVIOUS] = h
-    R[g + NEXT] = after
-    R[g + TAG] = R[h + TAG]
-    R[h + SIZE] = size
-    R[h + NEXT] = g
-    R[after + PREVIOUS] = g
-    return g
+        rest = pool[FRESH]
+        pool[FRESH] = rest + RECORD
+    above = Int(chunks[h + NEXT])
+    chunks[rest + SIZE] = chunks[h + SIZE] - size
+    chunks[rest + ADDRESS] = chunks[h + ADDRESS] + size
+    chunks[rest + PREVIOUS] = h
+    chunks[rest + NEXT] = above
+    chunks[rest + TAG] = chunks[h + TAG]
+    chunks[h + SIZE] = size
+    chunks[h + NEXT] = rest
+    chunks[above + PREVIOUS] = rest
+    return rest
 
 
-@compiled
-def coalesce(R: Pointer, P: Pointer, h: int, upper: int) -> None:
-    """Join a chunk and the one above it; the upper record becomes spare."""
-    after = np.int64(R[upper + NEXT])
-    R[h + SIZE] += R[upper + SIZE]
-    R[h + NEXT] = after
-    R[after + PREVIOUS] = h
-    if R[h + TAG] != R[upper + TAG]:
-        R[h + TAG] = GAP
-    R[upper + NEXT] = P[SPARE]
-    P[SPARE] = upper
+@inlined
+def coalesce(chunks: Pointer, pool: Pointer, h: Any, upper: Any) -> None:
+    """Join a chunk and the one above it, whose record becomes spare."""
+    above = Int(chunks[upper + NEXT])
+    chunks[h + SIZE] += chunks[upper + SIZE]
+    chunks[h + NEXT] = above
+    chunks[above + PREVIOUS] = h
+    if chunks[h + TAG] != chunks[upper + TAG]:
+        chunks[h + TAG] = GAP
+    chunks[upper + NEXT] = pool[SPARE]
+    pool[SPARE] = upper
 
 
-@compiled
-def first_start(R: Pointer, h: int, size: int, mask: int, end: int) -> int:
-    """Where a request would start in a free chunk (mask: alignment - 1), or -1."""
-    address = np.int64(R[h + ADDRESS])
-    top = address + R[h + SIZE] - size
+@inlined
+def holds(chunks: Pointer, h: Any, end: Any, size: Any, mask: Any) -> Any:
+    """Whether a free chunk holds a request at its alignment (mask: alignment - 1)."""
+    low = Int(chunks[h + ADDRESS])
+    top = low + chunks[h + SIZE] - size
     if end == UPPER:
-        start = top & ~mask
-        return start if start >= address else np.int64(-1)
-    start = (address + mask) & ~mask
-    return start if start <= top else np.int64(-1)
+        return top & ~mask >= low
+    return (low + mask) & ~mask <= top
 
 
-@compiled
-def best_fit(R: Pointer, H: Pointer, B: Pointer, P: Pointer, end: int, size: int, mask: int) -> int:
-    """The smallest hole of the end that holds a request, else the gap if it does, else 0."""
-    h = find(R, H, B, P, end, size << 32)
-    if mask != 0:
-        while h != 0 and first_start(R, h, size, mask, end) < 0:
-            h = find(R, H, B, P, end, key_of(R, P, h) + 1)
+@inlined
+def best_fit(
+    chunks: Pointer,
+    heads: Pointer,
+    bits: Pointer,
+    pool: Pointer,
+    end: Any,
+    size: Any,
+    mask: Any,
+) -> Any:
+    """Remove and return the smallest hole that holds a request, else the gap if it does, else 0."""
+    if mask == 0:
+        h = take(chunks, heads, bits, pool, end, size)
+    else:
+        h = find(chunks, heads, bits, pool, end, size << 32)
+        while h != 0 and not holds(chunks, h, end, size, mask):
+            h = find(chunks, heads, bits, pool, end, key_of(chunks, pool, h) + 1)
+        if h != 0:
+            remove(chunks, heads, bits, pool, h)
     if h == 0:
-        h = P[CENTRAL]
-        if h != 0 and first_start(R, h, size, mask, end) < 0:
-            h = np.int64(0)
+        h = pool[CENTRAL]
+        if h != 0:
+            if not holds(chunks, h, end, size, mask):
+                return Int(0)
+            pool[CENTRAL] = 0
     return h
 
 
+@inlined
+def carve(
+    chunks: Pointer,
+    heads: Pointer,
+    bits: Pointer,
+    pool: Pointer,
+    h: Any,
+    end: Any,
+    size: Any,
+    mask: Any,
+) -> Any:
+    """Make a request's chunk out of a free one (already removed): its handle."""
+    is_exact = pool[EXACT + 2 * end + (chunks[h + TAG] == GAP)]
+    worth = Int(1) if is_exact else min(size, pool[MAX_WASTE])  # the split rule
+    low = Int(chunks[h + ADDRESS])
+    high = low + chunks[h + SIZE]
+    start = (low + mask) & ~mask
+    if end == UPPER and high - start - size >= worth:
+        start = (high - size) & ~mask
+    if start > low:
+        below = h
+        h = split(chunks, pool, h, start - low)
+        if end == LOWER:
+            chunks[below + TAG] = LOWER
+        insert(chunks, heads, bits, pool, below)
+    if end == UPPER:
+        chunks[h + TAG] = UPPER
+    if high - start - size >= worth:
+        insert(chunks, heads, bits, pool, split(chunks, pool, h, size))
+    chunks[h + TAG] = end
+    chunks[h + UP] = USED
+    return h
+
+
+@inlined
+def release(chunks: Pointer, heads: Pointer, bits: Pointer, pool: Pointer, h: Any) -> None:
+    """Free a chunk and coalesce it with its free neighbours."""
+    above, below = Int(chunks[h + NEXT]), Int(chunks[h + PREVIOUS])
+    if pool[NEW_TAG] == GAP:  # spatial: at the edge of its end it falls back into the gap
+        tag = chunks[h + TAG]
+        if chunks[(above if tag == LOWER else below) + TAG] != tag:
+            chunks[h + TAG] = GAP
+    if chunks[above + UP] != USED:
+        remove(chunks, heads, bits, pool, above)
+        coalesce(chunks, pool, h, above)
+    if chunks[below + UP] != USED:
+        remove(chunks, heads, bits, pool, below)
+        coalesce(chunks, pool, below, h)
+        h = below
+    insert(chunks, heads, bits, pool, h)
+
+
+# --- regions ---------------------------------------------------------------------------------
+
+
 @compiled
-def backed_off(P: Pointer, size: int) -> int:
-    """What is asked after the driver refused; see `alloclab.policies.bfc_versions.Rules`."""
-    less = np.int64(np.float32(size) * BACKPEDAL_FACTOR)
-    if P[BACKS_OFF_DOWN] == 0:
+def backed_off(pool: Pointer, size: Any) -> Any:
+    """As `alloclab.policies.bfc_versions.Rules.backed_off`."""
+    less = Int(np.float32(size) * BACKPEDAL_FACTOR)
+    if pool[BACKS_OFF_DOWN] == 0:
         return (less + MIN_ALLOCATION_SIZE - 1) & -MIN_ALLOCATION_SIZE
     less &= -MIN_ALLOCATION_SIZE
     return less if less < size else size - MIN_ALLOCATION_SIZE
 
 
 @compiled
-def extend(R: Pointer, P: Pointer, G: Pointer, event: int, size: int) -> int:
-    """Take a region that holds ``size`` bytes: the handle of its chunk, or why there is none.
-
-    G lists the regions: start, bytes, event.
-    """
-    available = (P[LIMIT] - P[POOL]) & -MIN_ALLOCATION_SIZE
-    if size > available:
-        return REFUSED
-    if P[SPATIAL] and P[REGIONS] and (P[CENTRAL] or not P[EXTENDS_BACKED_OFF]):
-        return REFUSED
-    following = np.uint64(P[NEXT_REGION])
-    doubled = False
+def next_region(pool: Pointer, size: Any) -> Any:
+    """Double the next region until it holds ``size`` bytes: whether that was needed."""
+    following, doubled = np.uint64(pool[NEXT_REGION]), False
     while np.uint64(0) < following < np.uint64(size):
         following *= np.uint64(2)
         doubled = True
-    P[NEXT_REGION] = np.int64(following)
-    if following == 0:
-        return REFUSED
-    asked = np.int64(min(following, np.uint64(available)))
-    while True:
-        P[CALLS] += 1
-        if asked <= P[LARGEST] and P[POOL] + asked <= P[CAPACITY]:
-            break
-        less = backed_off(P, asked)
+    pool[NEXT_REGION] = Int(following)
+    return doubled
+
+
+@compiled
+def grow(chunks: Pointer, pool: Pointer, regions: Pointer, event: Any, size: Any) -> Any:
+    """Take a region that holds ``size`` bytes: the handle of its chunk, REFUSED or TOO_LARGE.
+
+    ``regions`` has a row for each: start, bytes, event.
+    """
+    available = (pool[LIMIT] - pool[TAKEN_BYTES]) & -MIN_ALLOCATION_SIZE
+    index = pool[NUM_REGIONS]
+    if size > available or (index > 0 and pool[NEW_TAG] == GAP):
+        return Int(REFUSED)
+    doubled = next_region(pool, size)
+    if pool[NEXT_REGION] == 0:
+        return Int(REFUSED)
+    asked = Int(min(np.uint64(pool[NEXT_REGION]), np.uint64(available)))
+    pool[DRIVER_CALLS] += 1
+    while asked > pool[LARGEST] or asked > pool[CAPACITY] - pool[TAKEN_BYTES]:
+        less = backed_off(pool, asked)
         if less < size or less == asked:
-            return REFUSED
+            return Int(REFUSED)
         asked = less
+        pool[DRIVER_CALLS] += 1
     if not doubled:
-        P[NEXT_REGION] = np.int64(following * np.uint64(2))
-    start = (P[NEXT_ADDRESS] + MIN_ALLOCATION_SIZE - 1) & -MIN_ALLOCATION_SIZE
-    index = P[REGIONS]
+        pool[NEXT_REGION] = Int(np.uint64(pool[NEXT_REGION]) * np.uint64(2))
+    start = (pool[NEXT_ADDRESS] + MIN_ALLOCATION_SIZE - 1) & -MIN_ALLOCATION_SIZE
     if index == MAX_REGIONS or (start + asked) >> UNIT_BITS >= MAX_UNITS:
-        return TOO_LARGE
-    G[3 * index] = start
-    G[3 * index + 1] = asked
-    G[3 * index + 2] = event
-    P[REGIONS] = index + 1
-    P[NEXT_ADDRESS] = start + asked + P[DRIVER_GAP]
-    P[POOL] += asked
-    h = P[FRESH]
-    P[FRESH] = h + RECORD
-    R[h + SIZE] = asked >> UNIT_BITS
-    R[h + ADDRESS] = start >> UNIT_BITS
-    R[h + PREVIOUS] = 0
-    R[h + NEXT] = 0
-    R[h + TAG] = GAP if P[SPATIAL] else LOWER
+        return Int(TOO_LARGE)
+    regions[3 * index] = start
+    regions[3 * index + 1] = asked
+    regions[3 * index + 2] = event
+    pool[NUM_REGIONS] = index + 1
+    pool[NEXT_ADDRESS] = start + asked + pool[DRIVER_GAP]
+    pool[TAKEN_BYTES] += asked
+    h = pool[FRESH]
+    pool[FRESH] = h + RECORD
+    chunks[h + SIZE] = asked >> UNIT_BITS
+    chunks[h + ADDRESS] = start >> UNIT_BITS
+    chunks[h + PREVIOUS] = 0
+    chunks[h + NEXT] = 0
+    chunks[h + TAG] = pool[NEW_TAG]
     return h
+
+
+# --- the event loop --------------------------------------------------------------------------
 
 
 @compiled
 def replay_events(
     is_alloc: npt.NDArray[np.uint8],
-    slot: Int64s,
-    size: Int64s,
-    alignment: Int64s,  # empty if none is above 256
-    collective: npt.NDArray[np.uint8],  # empty if there is none
-    ends: Int64s,  # ordinary end, collective end, and per end: exact holes, exact gap
-    max_waste: int,  # units
-    pool: Int64s,
-    records: Int32s,
-    heads: Int32s,
-    bitmap: Int64s,
-    live: Int32s,  # handle by slot + 1; 0 where there is none, as for marks
-    regions: Int64s,
-    offsets: Int64s,  # by slot, bytes
-    taken: Int64s,
-    counts: Int64s,
-) -> bool:
-    """The event loop; false if the stream is too large for the kernel's integers."""
-    K, D, S = pointer(is_alloc), pointer(slot), pointer(size)
-    R, H, B, P, G = (
+    slots: npt.NDArray[np.int64],
+    sizes: npt.NDArray[np.int64],
+    alignments: npt.NDArray[np.int64],  # empty if none is above 256
+    collectives: npt.NDArray[np.uint8],  # empty if there is none
+    ends: npt.NDArray[np.int64],  # of ordinary and of collective requests
+    records: npt.NDArray[np.int32],
+    class_heads: npt.NDArray[np.int32],
+    bitmap: npt.NDArray[np.int64],
+    fields: npt.NDArray[np.int64],
+    region_rows: npt.NDArray[np.int64],
+    handles: npt.NDArray[np.int32],  # by slot + 1, as marks have slot -1; 0 where there is none
+    offsets: npt.NDArray[np.int64],  # by slot, bytes
+    taken: npt.NDArray[np.int64],
+) -> Any:
+    """Serve all events: allocations, units in use, most in use, largest; None if it is too large.
+
+    Slots are not checked here: one out of range would corrupt memory.
+    """
+    ops, slot, size = pointer(is_alloc), pointer(slots), pointer(sizes)
+    chunks, heads, bits, pool = (
         pointer(records),
-        pointer(heads),
+        pointer(class_heads),
         pointer(bitmap),
-        pointer(pool),
-        pointer(regions),
+        pointer(fields),
     )
-    L, O, T = pointer(live), pointer(offsets), pointer(taken)
-    E = pointer(ends)
-    any_aligned, any_collective = alignment.size > 0, collective.size > 0
-    A, C = pointer(alignment), pointer(collective)
-    spatial = P[SPATIAL] != 0
-    end = np.int64(E[0])
-    mask = np.int64(0)
-    limit = P[LIMIT]
-    in_use = peak = largest = allocs = np.int64(0)
+    live, addresses, bytes_taken = pointer(handles), pointer(offsets), pointer(taken)
+    regions, alignment, collective = (
+        pointer(region_rows),
+        pointer(alignments),
+        pointer(collectives),
+    )
+    any_aligned, any_collective = alignments.size > 0, collectives.size > 0
+    ordinary, other = ends[0], ends[1]
+    end, mask, limit = ordinary, Int(0), pool[LIMIT]
+    allocs, in_use, peak, largest = Int(0), Int(0), Int(0), Int(0)
     last = is_alloc.size - 1
     for event in range(is_alloc.size):
-        prefetch(R, np.int64(L[D[min(event + AHEAD, last)] + 1]))
-        d = D[event]
-        if K[event] != 0:
-            r = (S[event] + 255) >> UNIT_BITS
-            O[d] = -1
-            T[d] = 0
-            if r == 0 or r << UNIT_BITS > limit:
-                continue
-            if any_aligned:
-                mask = max(A[event] >> UNIT_BITS, 1) - 1
-            if any_collective:
-                end = np.int64(E[np.int64(C[event])])
-            h = best_fit(R, H, B, P, end, r, mask)
+        prefetch(chunks, Int(live[slot[min(event + AHEAD, last)] + 1]))
+        s = slot[event]
+        if ops[event] == 0:
+            h = Int(live[s + 1])
             if h != 0:
-                remove(R, H, B, P, h)
-            else:
-                h = extend(R, P, G, event, r << UNIT_BITS)
-                if h == TOO_LARGE:
-                    return False
-                if h == REFUSED:
-                    continue
-                if first_start(R, h, r, mask, end) < 0:
-                    insert(R, H, B, P, h)
-                    continue
-            # The split rule: the least that is worth a chunk of its own.
-            exact = E[2 + 2 * end + (R[h + TAG] == GAP)]
-            worth = np.int64(1) if exact else min(r, max_waste)
-            low = np.int64(R[h + ADDRESS])
-            high = low + R[h + SIZE]
-            start = (low + mask) & ~mask
-            if end == UPPER and high - start - r >= worth:
-                start = (high - r) & ~mask
-            if start > low:
-                below = h
-                h = split(R, P, h, start - low)
-                if end == LOWER:
-                    R[below + TAG] = LOWER
-                insert(R, H, B, P, below)
-            if end == UPPER:
-                R[h + TAG] = UPPER
-            if high - start - r >= worth:
-                insert(R, H, B, P, split(R, P, h, r))
-            R[h + TAG] = end
-            R[h + UP] = USED
-            L[d + 1] = h
-            s = np.int64(R[h + SIZE])
-            in_use += s
-            allocs += 1
-            peak = max(peak, in_use)
-            largest = max(largest, s)
-            O[d] = start << UNIT_BITS
-            T[d] = s << UNIT_BITS
-        else:
-            h = np.int64(L[d + 1])
+                live[s + 1] = 0
+                in_use -= chunks[h + SIZE]
+                release(chunks, heads, bits, pool, h)
+            continue
+        h = Int(REFUSED)
+        units = (size[event] + MIN_ALLOCATION_SIZE - 1) >> UNIT_BITS
+        if units > 0 and units << UNIT_BITS <= limit:
+            if any_aligned:
+                mask = max(alignment[event] >> UNIT_BITS, 1) - 1
+            if any_collective:
+                end = other if collective[event] else ordinary
+            h = best_fit(chunks, heads, bits, pool, end, units, mask)
             if h == 0:
-                continue
-            L[d + 1] = 0
-            in_use -= R[h + SIZE]
-            n, p = np.int64(R[h + NEXT]), np.int64(R[h + PREVIOUS])
-            if spatial:
-                tag = R[h + TAG]
-                if R[(n if tag == LOWER else p) + TAG] != tag:
-                    R[h + TAG] = GAP
-            if R[n + UP] != USED:
-                remove(R, H, B, P, n)
-                coalesce(R, P, h, n)
-            if R[p + UP] != USED:
-                remove(R, H, B, P, p)
-                coalesce(R, P, p, h)
-                h = p
-            insert(R, H, B, P, h)
-    counts[0], counts[1] = allocs, in_use
-    counts[2], counts[3] = peak, largest
-    return True
+                h = grow(chunks, pool, regions, event, units << UNIT_BITS)
+                if h == TOO_LARGE:
+                    return None
+                if h != REFUSED and not holds(chunks, h, end, units, mask):
+                    insert(chunks, heads, bits, pool, h)
+                    h = Int(REFUSED)
+        if h == REFUSED:
+            addresses[s] = -1
+            bytes_taken[s] = 0
+            continue
+        h = carve(chunks, heads, bits, pool, h, end, units, mask)
+        live[s + 1] = h
+        got = Int(chunks[h + SIZE])
+        addresses[s] = Int(chunks[h + ADDRESS]) << UNIT_BITS
+        bytes_taken[s] = got << UNIT_BITS
+        allocs += 1
+        in_use += got
+        peak = max(peak, in_use)
+        largest = max(largest, got)
+    return allocs, in_use, peak, largest
 
 
 # --- the way in ------------------------------------------------------------------------------
 
 
 def replay(policy: "Bfc", columns: Columns) -> Outcome | None:
-    """Replay a stream under a policy that has just been started; None if it is too large for it.
+    """Replay a stream under a policy that has just been started; None if the kernel cannot hold it.
 
-    The same as `Policy.run`, but the policy's own chunks stay untouched.
+    The outcome is that of `Policy.run`; the policy's own chunks stay untouched.
     """
-    limit, driver = policy.limit, policy.driver
-    if limit is None or limit >> UNIT_BITS >= MAX_UNITS or type(driver) is not Driver:
+    limit, driver, slots = policy.limit, policy.driver, columns.num_slots
+    aligned = bool(_distinct(columns.alignment).max(initial=0) > MIN_ALLOCATION_SIZE)
+    # An allocation adds one chunk, or two where it must be aligned; a region adds one.
+    records = np.empty(RECORD * ((2 if aligned else 1) * slots + MAX_REGIONS + 2), np.int32)
+    if (
+        limit is None
+        or limit >> UNIT_BITS >= MAX_UNITS
+        or len(records) >= MAX_UNITS
+        or type(driver) is not Driver
+    ):
         return None
-    aligned = bool((columns.alignment > 1 << UNIT_BITS).any())
-    any_collective = bool(columns.collective.any())
-    num_records = (2 if aligned else 1) * columns.num_slots + MAX_REGIONS + 2
-    if num_records * RECORD >= 1 << 31:
-        return None
-    _announce()
-    records = np.empty(num_records * RECORD, np.int32)  # pages that are not touched cost nothing
     records[:RECORD] = 0
     records[UP], records[TAG] = USED, NO_TAG
-    address_bits = (limit >> UNIT_BITS).bit_length() if driver.gap == 0 else 31
-    flip = (1 << address_bits) - 1
-    pool = np.zeros(POOL_FIELDS, np.int64)
-    pool[FRESH] = RECORD
-    pool[NEXT_REGION] = policy.next_region
-    pool[LIMIT] = limit
-    pool[CAPACITY] = UNLIMITED if driver.capacity is None else driver.capacity
-    pool[LARGEST] = UNLIMITED if driver.largest is None else driver.largest
-    pool[DRIVER_GAP] = driver.gap
-    pool[SPATIAL] = policy.spatial
-    pool[BACKS_OFF_DOWN] = policy.rules.backs_off_down
-    pool[EXTENDS_BACKED_OFF] = policy.rules.extends_backed_off
-    pool[KEY_SHIFT] = 32 - address_bits
-    number: dict[Tag, int] = {"lower": LOWER, "upper": UPPER, "gap": GAP}
-    ends = np.array([number[policy.ordinary], number[policy.collective], 0, 0, 0, 0], np.int64)
-    for tag, rules in policy.ends.items():
-        end = number[tag]
-        pool[LOWER_FLIP + end] = flip if rules.descending else 0
-        ends[2 + 2 * end : 4 + 2 * end] = rules.exact_holes, rules.exact_gap
+    pool = _pool(policy, limit, driver)
+    number: dict[Tag, int] = {"lower": LOWER, "upper": UPPER}
     regions = np.zeros((MAX_REGIONS, 3), np.int64)
-    offsets = np.empty(columns.num_slots, np.int64)
-    taken = np.empty(columns.num_slots, np.int64)
-    counts = np.zeros(4, np.int64)
-    done = replay_events(
+    offsets, taken = np.empty((2, slots), np.int64)  # one block: large enough for huge pages
+    _announce()
+    counts = replay_events(
         columns.is_alloc,
         columns.slot,
         columns.size,
-        columns.alignment if aligned else NONE_ALIGNED,
-        columns.collective if any_collective else NONE_COLLECTIVE,
-        ends,
-        -(-policy.max_waste >> UNIT_BITS),
-        pool,
+        np.ascontiguousarray(columns.alignment) if aligned else NO_ALIGNMENTS,
+        columns.collective if columns.collective.any() else NO_COLLECTIVES,
+        np.array([number[policy.ordinary], number[policy.collective]], np.int64),
         records,
         np.zeros(2 << END_BITS, np.int32),
         np.zeros(4 + (2 << END_BITS >> 6), np.int64),
-        np.zeros(columns.num_slots + 1, np.int32),
+        pool,
         regions,
+        np.zeros(slots + 1, np.int32),
         offsets,
         taken,
-        counts,
     )
-    if not done:
+    if counts is None:
         return None
-    allocs, in_use, peak, largest = counts.tolist()
-    pool_bytes = int(pool[POOL])
+    allocs, in_use, peak, largest = counts
+    pool_bytes = int(pool[TAKEN_BYTES])
     stats = Stats(
         num_allocs=allocs,
         bytes_in_use=in_use << UNIT_BITS,
@@ -596,18 +657,44 @@ def replay(policy: "Bfc", columns: Columns) -> Outcome | None:
         largest_alloc_size=largest << UNIT_BITS,
         pool_bytes=pool_bytes,
         peak_pool_bytes=pool_bytes,
-        driver_calls=int(pool[CALLS]),
+        driver_calls=int(pool[DRIVER_CALLS]),
     )
-    rows = regions[: int(pool[REGIONS])].tolist()
+    rows = regions[: int(pool[NUM_REGIONS])].tolist()
     return Outcome(offsets, taken, tuple(Region(*row) for row in rows), stats)
+
+
+def _pool(policy: "Bfc", limit: int, driver: Driver) -> npt.NDArray[np.int64]:
+    """The pool's fields before the first event."""
+    pool = np.zeros(POOL_FIELDS, np.int64)
+    pool[FRESH] = RECORD
+    pool[NEXT_REGION] = policy.next_region
+    pool[LIMIT] = limit
+    pool[CAPACITY] = HIGHEST if driver.capacity is None else driver.capacity
+    pool[LARGEST] = HIGHEST if driver.largest is None else driver.largest
+    pool[DRIVER_GAP] = driver.gap
+    pool[BACKS_OFF_DOWN] = policy.rules.backs_off_down
+    pool[NEW_TAG] = GAP if policy.spatial else LOWER
+    pool[MAX_WASTE] = -(-policy.max_waste >> UNIT_BITS)
+    address_bits = 31 if driver.gap else (limit >> UNIT_BITS).bit_length()
+    pool[KEY_SHIFT] = 32 - address_bits
+    for tag, rules in policy.ends.items():
+        end = UPPER if tag == "upper" else LOWER
+        pool[FLIP + end] = (1 << address_bits) - 1 if rules.descending else 0
+        pool[EXACT + 2 * end] = rules.exact_holes
+        pool[EXACT + 2 * end + 1] = rules.exact_gap
+    return pool
+
+
+def _distinct(column: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """The column, or one row of it where all rows are the same memory."""
+    return column[:1] if column.strides == (0,) else column
 
 
 def _announce() -> None:
     """Say that the first call compiles, unless an earlier process left the result on disk."""
     if replay_events.signatures:
         return
-    folder = Path(replay_events.stats.cache_path)
-    source = Path(__file__).stat().st_mtime
-    cached = folder.glob(f"{Path(__file__).stem}.{replay_events.__name__}-*.nbi")
-    if not any(each.stat().st_mtime >= source for each in cached):
+    source = Path(__file__)
+    cached = Path(replay_events.stats.cache_path).glob(f"{source.stem}.replay_events-*.nbi")
+    if not any(each.stat().st_mtime >= source.stat().st_mtime for each in cached):
         print("alloclab: compiling the BFC replay, once for this machine ...", file=sys.stderr)

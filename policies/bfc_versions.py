@@ -40,14 +40,12 @@ class Rules:
         ordinary: the end that serves ordinary buffers; collective ones take the other.
         backs_off_down: after a refusal the driver is asked for 0.9 of the bytes rounded down
             to 256 (else up, which can ask for the same again without end).
-        extends_backed_off: whether a spatial pool that the driver gave only in part may grow later.
         reports_largest_free: whether memory_stats() fills largest_free_block_bytes (else 0).
     """
 
     ends: dict[Tag, EndRules]
     ordinary: Tag = "lower"
     backs_off_down: bool = False
-    extends_backed_off: bool = False
     reports_largest_free: bool = True
 
     def backed_off(self, size: int) -> int:
@@ -68,7 +66,7 @@ _BFC, _EXACT = EndRules(), EndRules(exact_holes=True, exact_gap=True)
 #: jax-cuda12-pjrt, each compared by running it; see docs/explanation/bfc.md).
 RULES: dict[tuple[int, int], Rules] = {
     (0, 0): Rules({}, reports_largest_free=False),
-    (0, 11): Rules({"lower": _BFC, "upper": _EXACT}, "lower", extends_backed_off=True),
+    (0, 11): Rules({"lower": _BFC, "upper": _EXACT}),
     (0, 12): Rules(
         {"lower": _EXACT, "upper": EndRules(descending=True)}, "upper", backs_off_down=True
     ),

@@ -37,28 +37,30 @@ def atomic_write(path: str | Path, *, binary: bool = False) -> Any:
 
 @contextlib.contextmanager
 def _written(path: Path, binary: bool) -> Iterator[IO[Any]]:
-    if path.is_dir():
-        raise InputError(f"{path}: is a folder, expected the name of a file to write")
     target = Path(os.path.realpath(path))  # a link stays a link
-    replaces = target.is_file() or not target.exists()
-    opened = target
-    if replaces:
-        opened = target.with_name(f".{target.name[:100]}.{os.urandom(6).hex()}.tmp")
+    temporary = target.with_name(f".alloclab-{os.urandom(6).hex()}.tmp")
     try:
-        with _open(opened, "x" if replaces else "w", binary) as file:
-            yield file
-        if replaces:
+        if target.is_dir():
+            raise InputError(f"{path}: is a folder, expected the name of a file to write")
+        if target.exists() and not target.is_file():
+            with _open(target, "w", binary) as file:
+                yield file
+            return
+        try:
+            with _open(temporary, "x", binary) as file:
+                yield file
             if target.exists():
-                opened.chmod(target.stat().st_mode & 0o777)
-            opened.replace(target)
-    except BaseException as error:
-        if replaces:
+                temporary.chmod(target.stat().st_mode & 0o777)
+            temporary.replace(target)
+        except BaseException:
             with contextlib.suppress(OSError):
-                opened.unlink()
+                temporary.unlink()
+            raise
+    except OSError as error:
         # An error that names another file is the block's own affair.
-        if isinstance(error, OSError) and error.filename in {None, str(opened), str(target)}:
-            raise InputError(f"{path}: cannot be written: {error.strerror or error}") from error
-        raise
+        if error.filename not in {None, str(temporary), str(target)}:
+            raise
+        raise InputError(f"{path}: cannot be written: {error.strerror or error}") from error
 
 
 def _open(path: Path, mode: str, binary: bool) -> IO[Any]:

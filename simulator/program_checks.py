@@ -86,6 +86,11 @@ def maker_of(trace: ProgramTrace, buffer: int) -> int:
     return int(np.searchsorted(trace.result_start, buffer, side="right")) - 1
 
 
+def _rows(starts: Int64s) -> Int64s:
+    """The event of each item of all lists, given where each event's list starts."""
+    return np.repeat(np.arange(len(starts) - 1), np.diff(starts))
+
+
 def _check_columns(trace: ProgramTrace) -> None:
     """Types and lengths of the columns."""
     events, buffers = len(trace.kind), len(trace.buffer_bytes)
@@ -102,11 +107,10 @@ def _check_columns(trace: ProgramTrace) -> None:
     for name, (dtype, length) in expected.items():
         column = getattr(trace, name)
         if getattr(column, "dtype", None) != dtype or column.shape != (length,):
-            found = (
-                f"{column.dtype} of shape {column.shape}" if hasattr(column, "dtype") else column
-            )
+            found, shape = getattr(column, "dtype", type(column).__name__), np.shape(column)
             raise InputError(
-                f"program trace: column {name} is {found}, expected {length} of {dtype.__name__}"
+                f"program trace: column {name} is {found} of shape {shape}, expected "
+                f"{dtype.__name__} of shape ({length},)"
             )
 
 
@@ -251,11 +255,8 @@ def _check_events(trace: ProgramTrace) -> None:
     refuse(executions & (trace.launch < 0), "launch", "0 or more for an execution")
     unknown = (trace.label < 0) | (trace.label >= len(trace.labels))
     refuse(unknown, "label", "an index into labels")
-    for name, ends in (
-        ("operand_start", len(trace.operands)),
-        ("result_start", len(trace.results)),
-    ):
-        starts = getattr(trace, name)
+    for name, ends in {"operand": len(trace.operands), "result": len(trace.results)}.items():
+        starts = getattr(trace, f"{name}_start")
         if starts[0] != 0 or starts[-1] != ends or (np.diff(starts) < 0).any():
             raise InputError(
                 f"program trace: column {name}_start must rise from 0 to the {ends} {name}s"
@@ -303,7 +304,7 @@ def _check_launches(trace: ProgramTrace, rows: Int64s) -> None:
 
 def _check_buffers(trace: ProgramTrace) -> None:
     """The columns with one row per buffer, and that each is made once, in order."""
-    makers = np.repeat(np.arange(len(trace)), np.diff(trace.result_start))
+    makers = _rows(trace.result_start)
     _refuse(
         trace.results != np.arange(len(trace.results)),
         lambda at: f"makes buffer {trace.results[at]}, but the next number is {at}",
@@ -333,11 +334,11 @@ def _check_buffers(trace: ProgramTrace) -> None:
 
 def _check_operands(trace: ProgramTrace) -> None:
     """Operands are live: made before, not released and not donated."""
-    rows = np.repeat(np.arange(len(trace)), np.diff(trace.operand_start))
+    rows = _rows(trace.operand_start)
     operands, count = trace.operands, len(trace.buffer_bytes)
     unknown = (operands < 0) | (operands >= count)
     _refuse(unknown, lambda at: f"operand {operands[at]} is none of the {count} buffers", rows)
-    makers = np.repeat(np.arange(len(trace)), np.diff(trace.result_start))
+    makers = _rows(trace.result_start)
     early = makers[operands] >= rows
     _refuse(early, lambda at: f"operand {operands[at]} is not made yet", rows)
     executes = trace.kind[rows] == EXECUTE
@@ -350,22 +351,22 @@ def _check_operands(trace: ProgramTrace) -> None:
     np.minimum.at(end, operands[ends], ends)
     rows_and_never = np.append(rows, len(trace))
     late = (rows >= rows_and_never[end[operands]]) & (np.arange(len(rows)) != end[operands])
-
-    def what(at: int) -> str:
+    if late.any():
+        at = int(late.argmax())
         ended = int(end[operands[at]])
-        how = "donated" if trace.donated[ended] else "released"
-        when = "in the same event" if rows[ended] == rows[at] else f"by event {rows[ended]}"
-        return f"operand {operands[at]} is {how} {when}"
-
-    _refuse(late, what, rows)
+        text = f"operand {operands[at]} is {'donated' if trace.donated[ended] else 'released'}"
+        row, before = int(rows[at]), int(rows[ended])
+        if row == before:
+            raise RowError("program trace", row, f"{text} in the same event", table="event")
+        raise RowError("program trace", row, f"{text} at", before, table="event")
 
 
 def _check_aliases(trace: ProgramTrace) -> None:
     """A buffer takes over the memory of one that is donated to the execution that makes it."""
     takers = np.flatnonzero(trace.buffer_alias_of != -1)
     sources = trace.buffer_alias_of[takers]
-    makers = np.repeat(np.arange(len(trace)), np.diff(trace.result_start))[takers]
-    rows = np.repeat(np.arange(len(trace)), np.diff(trace.operand_start))
+    makers = _rows(trace.result_start)[takers]
+    rows = _rows(trace.operand_start)
     given_to = np.full(len(trace.buffer_bytes) + 1, -1, np.int64)
     given_to[trace.operands[trace.donated]] = rows[trace.donated]
     known = (sources >= 0) & (sources < len(trace.buffer_bytes))

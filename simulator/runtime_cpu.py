@@ -5,7 +5,7 @@ use has finished. There is no run-ahead and no staging; copies are plain memory 
 """
 
 from alloclab.simulator.runtime_gpu import Gpu
-from alloclab.simulator.runtime_state import Lane, Launch, Scratch, Storage
+from alloclab.simulator.runtime_state import Launch, Scratch
 
 
 class Cpu(Gpu):
@@ -22,10 +22,6 @@ class Cpu(Gpu):
         """Copy before the call returns."""
         return self.simulation.state.now + self.simulation.duration[row]
 
-    def slot(self, lane: Lane, now: int) -> int:
-        """Executions that end in the call need no limit."""
-        return now
-
     def enqueued(self, launch: Launch, scratch: Scratch, finish: int) -> int:
         """Run to the end; then temp and tuple tables are freed, and the call returns.
 
@@ -34,7 +30,3 @@ class Cpu(Gpu):
         """
         self.simulation.schedule(finish, "complete", launch, scratch)
         return finish
-
-    def gone(self, storage: Storage) -> None:
-        """No use is pending when the program lets go of a buffer: it is freed at once."""
-        self.simulation.free(storage)

@@ -101,11 +101,6 @@ class Gpu:
 
     # --- executions ---------------------------------------------------------------------------
 
-    def slot(self, lane: Lane, now: int) -> int:
-        """When the run-ahead limit lets one more execution in: the compute semaphore, released as
-        executions complete (PjRtStreamExecutorLoadedExecutable, max_inflight_computations)."""
-        return lane.slot(now, self.simulation.machine.max_inflight)
-
     def launch(self, launch: Launch) -> int:
         """Allocate for an execution and enqueue it (StreamExecutorGpuClient::RunGpuAsync,
         xla/pjrt/gpu/se_gpu_pjrt_client.cc).
@@ -124,17 +119,16 @@ class Gpu:
             if part.scratch is not None:
                 scratch.append((pool, part.scratch, base))
         start = max(state.now, lane.compute)
-        for result, parameter in enumerate(plan.taken_over):
+        for result in plan.taken_over:
             storage = results[result]
-            if parameter < 0 or storage is None:
+            if storage is None:
                 continue
             if storage.pool is None:
                 self._protect(row, storage, plan.results[result])
             elif storage.busy > start:  # reads of the donated buffer come first
                 start = storage.busy
-        for storage in operands:
-            if storage is not None and storage.ready > start:
-                start = storage.ready
+        if lane.to_device > start:  # copies to the device are under way
+            start = max([start, *(each.ready for each in operands if each is not None)])
         finish = lane.compute = start + simulation.duration[row]
         lane.inflight.append(finish)
         for storage in results:
@@ -166,7 +160,7 @@ class Gpu:
         with it on the compute stream (PjRtStreamExecutorRawBuffer::DecrefAfter)."""
         self.simulation.free(storage)
 
-    def rescue(self, pool: Pool, wanted: Row) -> Iterator[None]:
+    def rescue(self, pool: Pool, wanted: Row, row: int) -> Iterator[None]:
         """A request was refused: each time that something changed, it is tried again.
 
         It waits up to 10 s for memory to come back (AllocatorRetry::AllocateRaw).

@@ -1,6 +1,6 @@
 """What an execution asks for, from the buffer assignment; how long it takes, from the rates."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Self
 
@@ -13,8 +13,6 @@ from alloclab.simulator.environment import AllocatorEnvironment
 from alloclab.simulator.program import (
     EXECUTE,
     TRANSFER_IN,
-
-
     BufferAssignment,
     Executable,
     ProgramTrace,
@@ -115,14 +113,15 @@ class Plan:
 
     Attributes:
         parts: requests per allocator, in the order of the buffer assignment.
-        taken_over: per result, the parameter whose memory it takes over if that is donated, or -1.
+        taken_over: results that take over the memory of a parameter, if that is donated: parameter
+            by result.
         results: per result, what it needs if it gets memory of its own; None for none.
         reserved: bytes of temp and tuple tables in device memory.
         exact: whether the assignment is that of the wanted target.
     """
 
     parts: tuple[Part, ...]
-    taken_over: tuple[int, ...]
+    taken_over: dict[int, int]
     results: tuple[Row | None, ...]
     reserved: int
     exact: bool
@@ -154,7 +153,7 @@ def make_plan(
     machine: Machine,
     captured: str,
     results: Sequence[Row],
-    parameters_taken: Sequence[int],
+    captured_aliases: Mapping[int, int],
 ) -> Plan:
     """The plan of an executable (GpuExecutableBufferAllocator::GenerateBufferAllocations,
     xla/service/gpu/gpu_executable_buffer_allocator.cc; MemoryForAllocation,
@@ -166,14 +165,14 @@ def make_plan(
     Args:
         results: size, label and space of each result as captured; used for results that the
             assignment does not name, and for all where there is no assignment.
-        parameters_taken: per result the parameter that it took over when captured, or -1; used
-            only where there is no assignment.
+        captured_aliases: results that took over a parameter when captured; used only where there
+            is no assignment.
     """
     assignment, exact = choose_assignment(executable, machine, captured)
-    taken_over, requested = [-1] * len(results), list[tuple[Row, int]]()
+    taken_over, requested = dict[int, int](), list[tuple[Row, int]]()
     rows: list[Row | None] = [row if row.size else None for row in results]
     if assignment is None:
-        taken_over = list(parameters_taken)
+        taken_over = dict(captured_aliases)
     named = set[int]()
     for each in assignment.allocations if assignment is not None else ():
         space = SPACE_OF_COLOR[machine.kind].get(each.color)
@@ -197,9 +196,9 @@ def make_plan(
             taken_over[result] = each.parameter
     unnamed = [index for index in range(len(results)) if index not in named]
     for result in sorted(unnamed, key=lambda index: -results[index].size):
-        row = rows[result]
-        if row is not None and taken_over[result] < 0:
-            requested.append((row, result))
+        wanted = rows[result]
+        if wanted is not None and result not in taken_over:
+            requested.append((wanted, result))
     if assignment is None and len(results) > 1:
         requested.append((Row(8 * len(results), "tuple"), -1))
     return _divide(requested, taken_over, rows, machine, exact)
@@ -216,7 +215,7 @@ def memory_of(space: str, machine: Machine) -> str:
 
 def _divide(
     requested: Sequence[tuple[Row, int]],
-    taken_over: Sequence[int],
+    taken_over: dict[int, int],
     rows: Sequence[Row | None],
     machine: Machine,
     exact: bool,
@@ -235,7 +234,7 @@ def _divide(
         scratch = [at for at, (_, result) in enumerate(pairs) if result < 0]
         frees = Block(FREE, [NOTHING] * len(scratch), scratch) if scratch else None
         parts.append(Part(memory, Block(ALLOC, [row for row, _ in pairs]), outputs, frees))
-    return Plan(tuple(parts), tuple(taken_over), tuple(rows), reserved, exact)
+    return Plan(tuple(parts), taken_over, tuple(rows), reserved, exact)
 
 
 class Timing(NamedTuple):
@@ -246,7 +245,7 @@ class Timing(NamedTuple):
     duration: list[int]
 
 
-def time_events(program: ProgramTrace, machine: Machine, size_of: Callable[[int], int]) -> Timing:
+def time_events(program: ProgramTrace, machine: Machine, sizes: Sequence[int]) -> Timing:
     """How long everything takes.
 
     The host's gaps are those of the captured run. Executions take the longer of flops / peak rate
@@ -262,11 +261,11 @@ def time_events(program: ProgramTrace, machine: Machine, size_of: Callable[[int]
         costs = np.array([_execution_us(each, machine) for each in program.executables])
         estimate[executions] = costs[program.executable[executions]]
     if machine.host_bandwidth is not None:
-        sizes = np.array([size_of(buffer) for buffer in range(len(program.buffer_bytes))])
+        size = np.array(sizes, np.int64)
         copied = np.where(
             program.kind == TRANSFER_IN,
-            _sums(sizes, program.results, program.result_start),
-            _sums(sizes, program.operands, program.operand_start),
+            _sums(size, program.results, program.result_start),
+            _sums(size, program.operands, program.operand_start),
         )
         copies = ~executions
         estimate[copies] = copied[copies] / machine.host_bandwidth * 1e6

@@ -5,7 +5,6 @@ Times are whole nanoseconds: exact, hence the same in every run.
 """
 
 import copy
-from array import array
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -76,13 +75,14 @@ class Storage:
     """
 
     __slots__ = ("busy", "id", "pool", "ready", "references", "row")
+    id: int
+    row: Row
 
     def __init__(self) -> None:
         self.pool: Pool | None = None
-        self.id = -1
-        self.row = NOTHING
         self.references = 1
-        self.ready = self.busy = 0
+        self.ready = 0
+        self.busy = 0
 
     def put(self, pool: "Pool", number: int, row: Row) -> None:
         """Give it memory."""
@@ -96,9 +96,9 @@ class Launch(NamedTuple):
     """
 
     row: int
-    operands: tuple["Storage | None", ...]
-    results: tuple["Storage | None", ...]
-    drops: tuple["Storage", ...]
+    operands: "list[Storage | None]"
+    results: "list[Storage | None]"
+    drops: "list[Storage]"
 
 
 class Allocated(NamedTuple):
@@ -128,16 +128,19 @@ class Pool:
         self.blocks: list[Block] = []
         self._number: dict[Block, int] = {}
         self._single: dict[tuple[int, Row], Block] = {}
-        # One row per issued block: its number, the id it starts at, when, in which execution.
-        self._log = (array("l"), array("q"), array("q"), array("l"))
+        # Four numbers per issued block: its own, the id it starts at, when, in which execution.
+        self._log: list[int] = []
         # What makes the policy again: how it was at the start, and all that it was told.
         self._pristine = copy.deepcopy(policy)
         self._told: list[Event] = []
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Pool":
         twin = memo[id(self)] = Pool(self.key)
-        own = {key: value for key, value in vars(self).items() if key not in ("policy", "_told")}
-        vars(twin).update(copy.deepcopy(own, memo))
+        for key, value in vars(self).items():
+            if key == "live":
+                twin.live = copy.deepcopy(value, memo)
+            elif key not in ("policy", "_told"):
+                setattr(twin, key, copy.copy(value))
         # A policy may hold long chains of chunks, which a deep copy cannot follow: ask it again.
         twin.policy = copy.deepcopy(self._pristine)
         twin._told = []
@@ -145,10 +148,10 @@ class Pool:
             twin._tell(event)
         return twin
 
-    def __len__(self) -> int:
-        """How many events it was sent."""
-        counts = np.array([len(each.rows) for each in self.blocks], np.int64)
-        return int(counts[np.frombuffer(self._log[0], np.int64)].sum()) if self._log[0] else 0
+    @property
+    def issued(self) -> int:
+        """How many blocks were issued."""
+        return len(self._log) // 4
 
     def note(self, block: Block, base: int, now: int, execution: int) -> None:
         """Write down that a block is issued at a time (ns) by an execution."""
@@ -156,11 +159,7 @@ class Pool:
         if number is None:
             number = self._number[block] = len(self.blocks)
             self.blocks.append(block)
-        blocks, bases, times, executions = self._log
-        blocks.append(number)
-        bases.append(base)
-        times.append(now)
-        executions.append(execution)
+        self._log += (number, base, now, execution)
 
     def take_ids(self, count: int) -> int:
         """The first of so many fresh ids."""
@@ -230,10 +229,7 @@ class Pool:
 
     def trace(self, name: str = "", since: int = 0) -> RequestTrace:
         """All that it was asked, as columns; ``since`` leaves out that many issued blocks."""
-        number, base, time, execution = (
-            np.frombuffer(each, each.typecode)[since:] if each else np.zeros(0, np.int64)
-            for each in self._log
-        )
+        number, base, time, execution = np.array(self._log[4 * since :], np.int64).reshape(-1, 4).T
         rows = [(block.op, *row) for block in self.blocks for row in block.rows]
         labels = list(dict.fromkeys(("", *(row[2] for row in rows))))
         number_of = {label: index for index, label in enumerate(labels)}
@@ -289,7 +285,9 @@ class Lane:
         self.reservation: Storage | None = None
 
     def slot(self, now: int, limit: int) -> int:
-        """When one more execution may be in flight."""
+        """When the run-ahead limit lets one more execution in: the compute semaphore, which is
+        released as executions complete (max_inflight_computations, xla/pjrt/local_device_state.h).
+        """
         inflight = self.inflight
         while inflight and inflight[0] <= now:
             inflight.popleft()

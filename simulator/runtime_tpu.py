@@ -46,6 +46,8 @@ class Tpu(Gpu):
         """Make the reservation as large as the largest loaded program needs."""
         simulation = self.simulation
         size = max(lane.loaded.values(), default=0)
+        if lane.reservation is not None and lane.reservation.row.size == size:
+            return
         if lane.reservation is not None:
             pool.free(FREE_ONE, lane.reservation.id, simulation.state.now)
             lane.reservation = None
@@ -70,7 +72,7 @@ class Tpu(Gpu):
         else:
             simulation.free(storage)
 
-    def rescue(self, pool: Pool, wanted: Row) -> Iterator[None]:
+    def rescue(self, pool: Pool, wanted: Row, row: int) -> Iterator[None]:
         """A request was refused: each time that something changed, it is tried again.
 
         First queued deallocations are waited for; then, if enough is free but scattered, buffers
@@ -82,24 +84,28 @@ class Tpu(Gpu):
         while simulation.wait_for_free(pool):
             yield
         if _is_scattered(pool, wanted):
-            self._defragment(pool, lane)
+            self._defragment(pool, lane, row)
             yield
+        if wanted.label == PROGRAM:
+            return  # the reservation is as large as this one program needs, whoever else is loaded
         while others := [each for each in lane.loaded if each != lane.running]:
             simulation.let_pass(lane.compute)
             del lane.loaded[others[0]]
-            self._reserve(lane, pool, simulation.state.row - 1)
+            self._reserve(lane, pool, row)
             yield
             if _is_scattered(pool, wanted):
-                self._defragment(pool, lane)
+                self._defragment(pool, lane, row)
                 yield
 
-    def _defragment(self, pool: Pool, lane: Lane) -> None:
+    def _defragment(self, pool: Pool, lane: Lane, row: int) -> None:
         """Move all buffers together, when the device is idle: free them and place them again."""
         simulation = self.simulation
         simulation.let_pass(lane.compute)
         assert pool.policy is not None
         moved = sorted(
-            (each.address, number) for number, each in pool.live.items() if each.row.label != PROGRAM
+            (each.address, number)
+            for number, each in pool.live.items()
+            if each.row.label != PROGRAM
         )
         held = [(pool.live[number], number) for _, number in moved]
         for _, number in held:
@@ -107,7 +113,7 @@ class Tpu(Gpu):
         for old, _ in held:
             number = pool.take_ids(1)
             if not pool.ask(old.row, number, old.owner, simulation.state.now, -1):
-                simulation.fail(pool, old.row)
+                simulation.fail(pool, old.row, row)
             if pool.live[number].address != old.address:
                 pool.policy.stats.bytes_moved += old.taken
 

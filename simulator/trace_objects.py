@@ -47,7 +47,7 @@ def parse_object(text: str) -> dict[str, Any]:
     except RecursionError as error:
         raise InputError("is nested too deeply to be read") from error
     except json.JSONDecodeError as error:
-        raise InputError(f"is not JSON: {error.msg} at column {error.colno}") from error
+        raise InputError(f"is not JSON: {error.msg}, column {error.colno}") from error
     except InputError:
         raise
     except ValueError as error:  # a number of thousands of digits
@@ -194,7 +194,7 @@ def open_header(value: dict[str, Any]) -> tuple[str, Fields]:
     kind = fields.take("alloclab", ABSENT, (str,), kinds)
     if kind not in {REQUEST_TRACE, PROGRAM_TRACE}:
         raise InputError(f"alloclab {shown(kind)}, expected {kinds}")
-    version = fields.whole("version", low=1, high=MAX_INT64)
+    version = fields.take("version", ABSENT, (int,), f"the number {VERSION}")
     if version != VERSION:
         raise InputError(
             f"version {version} of the trace format, but only version {VERSION} can be read "
