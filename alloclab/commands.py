@@ -146,12 +146,11 @@ def _write_placements(result: ReplayResult, path: Path) -> None:
 
 
 def _print_replays(results: Sequence[ReplayResult]) -> None:
-    trace = results[0].trace
-    bound = format_size(trace.lower_bound_bytes)
-    click.echo(
-        f"{trace.name or 'trace'}: {trace.num_allocs} allocations in {len(trace)} events; "
-        f"at most {bound} live at once"
-    )
+    for trace in {id(each.trace): each.trace for each in results}.values():
+        click.echo(
+            f"{trace.name or 'trace'}: {trace.num_allocs} allocations in {len(trace)} events, "
+            f"at most {format_size(trace.lower_bound_bytes)} live at once"
+        )
     rows = []
     for each in results:
         oom = each.oom
@@ -205,7 +204,8 @@ def _print_table(names: Sequence[str], rows: Sequence[Sequence[str]], numbers: A
         table.add_row(*row)
     console = Console()
     if not console.is_terminal:
-        console = Console(width=max(console.measure(table).maximum, 20))
+        wide = Console(width=10_000)
+        console = Console(width=wide.measure(table).maximum)
     console.print(table)
 
 

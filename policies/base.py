@@ -148,7 +148,7 @@ class Outcome:
 
 
 #: What a policy must not redefine, as the accounting depends on it.
-_OWNED = {"allocate", "free", "run", "start", "reserve", "extend", "give_back", "_take", "_holds"}
+_OWNED = {"allocate", "free", "run", "serves", "start", "reserve", "extend", "give_back", "_take", "_holds"}
 
 
 class Policy:
@@ -231,6 +231,7 @@ class Policy:
         self.event = 0
         self._next_address = 0
         self._spans: list[list[int]] = []  # [start, end) of what may be used, sorted
+        self._span = [0, 0]  # the one that held the last placement
         self._region_at: dict[int, int] = {}  # address -> index in regions
         self._live: dict[int, Placement] = {}
         self._starts: list[int] = []  # addresses of live allocations, sorted
@@ -297,6 +298,7 @@ class Policy:
         if live < len(self._starts) and self._starts[live] < self._spans[span][1]:
             raise PolicyError(f"{self}: gives back the region at {start} with live allocations")
         del self._spans[span]
+        self._span = [0, 0]
         self.regions[index] = region._replace(given_back=self.event)
         self.stats.driver_calls += 1
         self.stats.pool_bytes -= region.size
@@ -341,12 +343,13 @@ class Policy:
         end = address + taken
         starts = self._starts
         at = bisect_right(starts, address)
+        span = self._span
         if (
             taken < size
             or address & (request.alignment - 1)
             or (at and self._ends[starts[at - 1]] > address)
             or (at < len(starts) and starts[at] < end)
-            or not self._holds(address, end)
+            or not ((span[0] <= address and end <= span[1]) or self._holds(address, end))
             or request.id in self._live
         ):
             raise PolicyError(self._broken_rule(request, address, taken))
@@ -356,8 +359,10 @@ class Policy:
         stats = self.stats
         stats.num_allocs += 1
         in_use = stats.bytes_in_use = stats.bytes_in_use + taken
-        stats.peak_bytes_in_use = max(stats.peak_bytes_in_use, in_use)
-        stats.largest_alloc_size = max(stats.largest_alloc_size, taken)
+        if in_use > stats.peak_bytes_in_use:
+            stats.peak_bytes_in_use = in_use
+        if taken > stats.largest_alloc_size:
+            stats.largest_alloc_size = taken
         return placement
 
     def free(self, id: int) -> None:
@@ -392,17 +397,25 @@ class Policy:
             replace(self.stats),
         )
 
+    def serves(self, events: Iterable[Event]) -> bool:
+        """Whether it serves every request of a stream; stops at the first that it refuses."""
+        for self.event, event in enumerate(events):
+            if isinstance(event, Request):
+                if self.allocate(event) is None and event.size:
+                    return False
+            elif isinstance(event, Free):
+                self.free(event.id)
+            else:
+                self.mark(event.label)
+        return True
+
     def _holds(self, start: int, end: int) -> bool:
         """Whether [start, end) lies in one region of the pool."""
-        spans = self._spans
-        if len(spans) == 1:
-            span = spans[0]
-        else:
-            at = bisect_left(spans, [start + 1]) - 1
-            if at < 0:
-                return False
-            span = spans[at]
-        return span[0] <= start and end <= span[1]
+        at = bisect_left(self._spans, [start + 1]) - 1
+        if at < 0:
+            return False
+        self._span = self._spans[at]  # where the next one will probably lie
+        return self._span[0] <= start and end <= self._span[1]
 
     def _broken_rule(self, request: Request, address: int, taken: int) -> str:
         """Which rule of the contract an answer breaks, in plain words."""

@@ -17,6 +17,10 @@ Cause = Literal["capacity", "fragmentation", "larger_than_limit"]
 
 #: `min_limit_bytes` is searched to this many bytes, BFC's smallest chunk (kMinAllocationSize).
 LIMIT_STEP = 256
+#: Below this many events times candidates, the search tries all candidates.
+TRY_ALL = 200_000
+#: Up to this many events are kept as objects between the replays of a search.
+KEEP_EVENTS = 200_000
 
 
 class OutOfMemory(NamedTuple):
@@ -152,7 +156,7 @@ class ReplayResult:
         """The first refusal, or None if every request was served."""
         events = self.trace.alloc_events
         sizes = self.trace.size[events]
-        refused = np.flatnonzero((self.outcome.offsets < 0) & (sizes > 0))
+        refused = _refused(self.trace, self.outcome)
         if not refused.size:
             return None
         event, size = int(events[refused[0]]), int(sizes[refused[0]])
@@ -246,29 +250,45 @@ def _run(policy: Policy, trace: RequestTrace, limit: int | None, driver: Driver)
 def _min_limit(trace: RequestTrace, policy: Policy, known: ReplayResult) -> int | None:
     """The smallest limit (bytes) under which the policy serves every request of the trace.
 
-    Found by bisection between the largest sum of live bytes and a limit that fits, so that one
-    LIMIT_STEP less is refused. A policy whose placements depend on the limit is not quite
-    monotone, so a still smaller limit may happen to fit. None if 64 times the lower bound is not
-    enough.
+    One LIMIT_STEP less is refused. A policy whose placements depend on the limit is not quite
+    monotone, so a still smaller limit may happen to fit; where there are few candidates all of
+    them are tried. None if 64 times the lower bound is not enough.
     """
     if policy.ignores_limit:
         return _run(policy, trace, None, Driver()).stats.peak_pool_bytes
-    bound = align_up(trace.lower_bound_bytes, LIMIT_STEP)
+    events = list(trace.events()) if len(trace) <= KEEP_EVENTS else None
 
     def serves(limit: int) -> bool:
-        outcome = _run(policy, trace, limit, Driver())
-        return not ((outcome.offsets < 0) & (trace.size[trace.alloc_events] > 0)).any()
+        policy.start(limit)
+        outcome = policy.replay_columns(trace.columns())
+        if outcome is not None:
+            return not _refused(trace, outcome).size
+        return policy.serves(trace.events() if events is None else events)
 
+    refused = bound = align_up(trace.lower_bound_bytes, LIMIT_STEP)
     if bound == 0 or serves(bound):
         return bound
-    if known.oom is None and known.limit is not None:
-        fits = align_up(known.limit, LIMIT_STEP)
-    else:
+    fits, outcome = known.limit, known.outcome
+    if known.oom is not None or fits is None:
         tries = (bound << power for power in range(1, 7))
-        fits = next((each for each in tries if serves(each)), 0)
-        if not fits:
+        fits = next((each for each in tries if serves(each)), None)
+        if fits is None:
             return None
-    refused = bound
+        outcome = _run(policy, trace, fits, Driver())
+    fits = align_up(fits, LIMIT_STEP)
+    # What it spans under a roomy limit is most often what it needs: look from there down.
+    placed = outcome.taken > 0
+    ends = (outcome.offsets + outcome.taken)[placed]
+    span = align_up(int(ends.max() - outcome.offsets[placed].min()), LIMIT_STEP)
+    if bound < span < fits and serves(span):
+        fits = span
+    if (fits - bound) // LIMIT_STEP * len(trace) <= TRY_ALL:
+        return next(each for each in range(bound, fits + 1, LIMIT_STEP) if serves(each))
+    step = LIMIT_STEP
+    while fits - step > refused and serves(fits - step):
+        fits -= step
+        step *= 2
+    refused = max(refused, fits - step)
     while fits - refused > LIMIT_STEP:
         middle = (refused + fits) // (2 * LIMIT_STEP) * LIMIT_STEP
         if serves(middle):
@@ -276,3 +296,8 @@ def _min_limit(trace: RequestTrace, policy: Policy, known: ReplayResult) -> int 
         else:
             refused = middle
     return fits
+
+
+def _refused(trace: RequestTrace, outcome: Outcome) -> Int64s:
+    """Ordinals of the allocations that were refused."""
+    return np.flatnonzero((outcome.offsets < 0) & (trace.size[trace.alloc_events] > 0))

@@ -54,6 +54,17 @@ from alloclab.simulator.runtime_state import (
 )
 from alloclab.simulator.runtime_tpu import Tpu
 
+__all__ = [
+    "AS_CAPTURED",
+    "Machine",
+    "OutOfMemory",
+    "PoolKey",
+    "Simulation",
+    "State",
+    "Step",
+    "lower",
+]
+
 #: A GPU with the buffer assignments and the durations of the captured run.
 AS_CAPTURED = Machine()
 
@@ -177,7 +188,7 @@ class Simulation:
         with contextlib.suppress(_FailedError):
             self._clock.step()
         events = {
-            key: list(pool.trace(since=before[key]).events())
+            key: list(pool.events(before[key]))
             for key, pool in self.state.pools.items()
             if pool.issued > before[key]
         }
@@ -369,9 +380,9 @@ class Simulation:
             free = state.now + self.dispatch
         else:
             slot = lane.slot(state.now, self.machine.max_inflight)
-            if slot > state.now and self._burst and not state.launched and not more:
-                if slot < self._clock.peek():  # only the host has anything to do until then
-                    state.now = slot
+            alone = self._burst and not more and not state.launched
+            if alone and state.now < slot < self._clock.peek():
+                state.now = slot  # until then only the host, which waits, has anything to do
             if slot > state.now:
                 self.schedule(slot, "launch", launch)
                 free = slot + self.dispatch

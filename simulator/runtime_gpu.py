@@ -49,15 +49,16 @@ class Gpu:
         CopyRawHostToDeviceAndReturnEvent, xla/pjrt/se_raw_buffer.cc).
         """
         simulation = self.simulation
-        now, lane = simulation.state.now, simulation.lane(row)
+        state, lane = simulation.state, simulation.lane(row)
         for buffer, duration in simulation.copies(row, simulation.results(row)):
             wanted = simulation.row_of(buffer)
             storage = simulation.new_buffer(buffer, row, wanted)
             if storage is not None and wanted.space != "pinned_host":
-                lane.to_device = max(now, lane.to_device, lane.compute) + duration
+                staging = self._staging(storage, row)
+                lane.to_device = max(state.now, lane.to_device, lane.compute) + duration
                 storage.ready = lane.to_device
-                self._copy(storage, lane.to_device, row)
-        return now + simulation.dispatch
+                self._hold(storage, staging, lane.to_device)
+        return state.now + simulation.dispatch
 
     def transfer_out(self, row: int) -> int:
         """Copy to the host, on one of several streams in turn.
@@ -66,27 +67,27 @@ class Gpu:
         until it is done (CopyRawDeviceToHostAndReturnEvent, same file).
         """
         simulation = self.simulation
-        now, lane = simulation.state.now, simulation.lane(row)
-        done = now
+        state, lane = simulation.state, simulation.lane(row)
+        done = state.now
         for buffer, duration in simulation.copies(row, simulation.operands(row)):
-            storage = simulation.state.buffers[buffer]
+            storage = state.buffers[buffer]
             if storage is None or storage.row.space == "pinned_host":
                 continue
+            staging = self._staging(storage, row)
             stream = lane.next_to_host
             lane.next_to_host = (stream + 1) % len(lane.to_host)
-            finish = max(now, lane.to_host[stream], storage.ready) + duration
+            finish = max(state.now, lane.to_host[stream], storage.ready) + duration
             lane.to_host[stream] = finish
             storage.busy = max(storage.busy, finish)
             done = max(done, finish)
-            self._copy(storage, finish, row)
-        return max(now + simulation.dispatch, done if simulation.machine.blocking_reads else now)
+            self._hold(storage, staging, finish)
+        free = state.now + simulation.dispatch
+        return max(free, done) if simulation.machine.blocking_reads else free
 
-    def _copy(self, storage: Storage, finish: int, row: int) -> None:
-        """Hold a buffer, and memory to stage it, until its copy is done."""
-        simulation = self.simulation
+    def _hold(self, storage: Storage, staging: Storage | None, until: int) -> None:
+        """A copy holds a buffer, and the memory to stage it, until it is done."""
         storage.references += 1
-        staging = self._staging(storage, row)
-        simulation.schedule(finish, "copied", storage, staging)
+        self.simulation.schedule(until, "copied", storage, staging)
 
     def _staging(self, storage: Storage, row: int) -> Storage | None:
         """Pinned host memory of the same size, from the pool that all devices share."""

@@ -6,7 +6,7 @@ Times are whole nanoseconds: exact, hence the same in every run.
 
 import copy
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Self
 
@@ -176,10 +176,7 @@ class Pool:
 
     def ask(self, row: Row, number: int, owner: Storage | None, now: int, execution: int) -> bool:
         """Ask the live policy for one row; whether it got memory."""
-        request = Request(
-            row.size, number, row.alignment, 0, row.space, row.label, now / 1000, execution
-        )
-        placement = self._tell(request)
+        placement = self._tell(_request(row, number, now, execution))
         if placement is None:
             return False
         self.note(self.single(row), number, now, execution)
@@ -227,9 +224,21 @@ class Pool:
             policy.mark(event.label)
         return None
 
-    def trace(self, name: str = "", since: int = 0) -> RequestTrace:
-        """All that it was asked, as columns; ``since`` leaves out that many issued blocks."""
-        number, base, time, execution = np.array(self._log[4 * since :], np.int64).reshape(-1, 4).T
+    def events(self, since: int) -> Iterator[Event]:
+        """All that it was asked but for the first so many blocks."""
+        log = self._log
+        for at in range(4 * since, len(log), 4):
+            number, base, now, execution = log[at : at + 4]
+            block = self.blocks[number]
+            for offset, row in zip(block.offsets, block.rows, strict=True):
+                if block.op == ALLOC:
+                    yield _request(row, base + offset, now, execution)
+                else:
+                    yield Free(base + offset) if block.op == FREE else Mark(row.label)
+
+    def trace(self, name: str = "") -> RequestTrace:
+        """All that it was asked, as columns."""
+        number, base, time, execution = np.array(self._log, np.int64).reshape(-1, 4).T
         rows = [(block.op, *row) for block in self.blocks for row in block.rows]
         labels = list(dict.fromkeys(("", *(row[2] for row in rows))))
         number_of = {label: index for index, label in enumerate(labels)}
@@ -257,6 +266,10 @@ class Pool:
             labels=labels,
             name=name,
         )
+
+
+def _request(row: Row, number: int, now: int, execution: int) -> Request:
+    return Request(row.size, number, row.alignment, 0, row.space, row.label, now / 1000, execution)
 
 
 #: What an execution only needs while it is enqueued: allocators, what to free, and from which id.

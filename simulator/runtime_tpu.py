@@ -83,6 +83,8 @@ class Tpu(Gpu):
         lane = simulation.state.lanes[pool.key.device]
         while simulation.wait_for_free(pool):
             yield
+        if pool.key.memory != "device":
+            return
         if _is_scattered(pool, wanted):
             self._defragment(pool, lane, row)
             yield

@@ -41,8 +41,8 @@ def request_traces(draw: st.DrawFn) -> RequestTrace:
         elif step == requests.MARK:
             rows.append((step, 0, 0))
         else:
-            size = BYTES if len(rows) < 7 else st.integers(0, 1 << 20)  # sums to less than 8 EiB
-            rows.append((requests.ALLOC, fresh, draw(size)))
+            sizes = BYTES if len(rows) < 7 else st.integers(0, 1 << 20)  # in sum less than 8 EiB
+            rows.append((requests.ALLOC, fresh, draw(sizes)))
             live.append(fresh)
     labels = draw(LABELS)
     values: dict[str, st.SearchStrategy[Any]] = {
@@ -173,13 +173,14 @@ def program_traces(draw: st.DrawFn) -> ProgramTrace:
             for buffer in free:
                 del live[buffer]
             for _ in known[executable].outputs:
-                make(device, free.pop() if free and draw(st.booleans()) else -1)
+                takes_over = draw(st.booleans()) and len(free) > 0
+                make(device, free.pop() if takes_over else -1)
         elif kind in {program.RELEASE, program.TRANSFER_OUT} and live:
-            given = draw(st.lists(st.sampled_from(sorted(live)), max_size=3, unique=True))
-            operands += given
-            donated += [False] * len(given)
+            named = draw(st.lists(st.sampled_from(sorted(live)), max_size=3, unique=True))
+            operands += named
+            donated += [False] * len(named)
             if kind == program.RELEASE:
-                for buffer in given:
+                for buffer in named:
                     del live[buffer]
         label = draw(st.integers(0, len(labels) - 1))
         duration = draw(st.just(math.nan) | st.floats(0, allow_infinity=False))

@@ -54,13 +54,11 @@ class Bfc {
   virtual std::vector<Chunk> chunks() = 0;
   virtual int64_t largest_free() = 0;
   virtual uint64_t next_region_bytes() = 0;
-  // Whether it dies if it takes another region while there is a gap.
-  virtual bool dies_of_second_gap() const { return false; }
 
   // An offset, kRefused, or kStopped if the real code would not come back from this request; from
   // then on the allocator is not to be used.
   int64_t request(uint64_t size, uint64_t alignment, int end) {
-    if (stopped || never_returns(size, alignment, end)) return stop();
+    if (stopped || doubles_for_ever(size, alignment, end)) return stop();
     driver.begin_request();
     void* address = allocate(size, alignment, end);
     if (driver.stuck()) return stop();
@@ -77,21 +75,17 @@ class Bfc {
     return kStopped;
   }
 
-  // Extend doubles the next region's size until it fits, and that of 0 for ever; it is 0 once it
-  // was doubled past 2^64.
-  bool never_returns(uint64_t size, uint64_t alignment, int end) {
-    const bool never_fits = next_region_bytes() == 0;
-    if (!never_fits && !dies_of_second_gap()) return false;
+  // Extend doubles the next region's size until it is large enough; after too many doublings that
+  // size is 0 (mod 2^64) and stays 0.
+  bool doubles_for_ever(uint64_t size, uint64_t alignment, int end) {
+    if (size == 0 || next_region_bytes() != 0) return false;
     const uint64_t rounded = align_up(size, kMinAllocationSize);
     const uint64_t left = config.limit - static_cast<uint64_t>(stats().pool_bytes);
-    if (size == 0 || rounded > left / kMinAllocationSize * kMinAllocationSize) return false;
-    bool has_gap = false;
-    for (const Chunk& chunk : chunks()) {
-      if (chunk.in_use) continue;
-      has_gap |= chunk.tag == kGap;
-      if (fits(chunk, rounded, std::max(alignment, kMinAllocationSize), end)) return false;
-    }
-    return never_fits || has_gap;
+    if (rounded > left / kMinAllocationSize * kMinAllocationSize) return false;
+    for (const Chunk& chunk : chunks())
+      if (!chunk.in_use && fits(chunk, rounded, std::max(alignment, kMinAllocationSize), end))
+        return false;
+    return true;
   }
 
   bool fits(const Chunk& chunk, uint64_t rounded, uint64_t alignment, int end) const {

@@ -5,6 +5,8 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <cstdlib>
+#include <functional>
 #include <new>
 #include <vector>
 
@@ -20,7 +22,7 @@ struct DriverCall {
 };
 
 struct DriverConfig {
-  uint64_t address_space;  // bytes of addresses; more is never asked for by a correct run
+  uint64_t address_space;  // bytes of addresses
   uint64_t capacity;       // bytes that it gives in total
   uint64_t largest;        // the largest single allocation that it grants
   uint64_t gap;            // addresses left unused after each region
@@ -45,17 +47,17 @@ class FakeDriver {
   void* alloc(size_t bytes, size_t* received) {
     const uint64_t given = align_up(bytes, config_.granularity);
     const bool granted = bytes <= config_.largest && given <= config_.capacity - in_use_;
-    const bool has_addresses = given <= base_ + config_.address_space - next_;
-    if (!granted && bytes != last_refused_) {
+    const bool deadly = next_ + given > base_ + config_.address_space || (granted && is_deadly());
+    // Asked for the same again, the caller would ask for ever; granting ends its loop.
+    const bool asks_again = !granted && bytes == last_refused_;
+    stuck_ |= deadly || asks_again;
+    if (deadly || !(granted || asks_again)) {
       last_refused_ = bytes;
       calls_.push_back({DriverCall::kRefused, -1, static_cast<int64_t>(bytes)});
       return nullptr;
     }
-    // Asked for the same again, the caller would ask for ever. Granting ends its loop.
-    if (!granted || !has_addresses) stuck_ = true;
-    if (!has_addresses) return nullptr;
     const uintptr_t address = next_;
-    next_ += given + config_.gap;
+    next_ = align_up(address + given + config_.gap, kAlignment);
     in_use_ += given;
     *received = given;
     calls_.push_back({DriverCall::kAlloc, static_cast<int64_t>(address - base_),
@@ -69,17 +71,22 @@ class FakeDriver {
     calls_.push_back({DriverCall::kFree, offset(region), static_cast<int64_t>(bytes)});
   }
 
+  // A new request to the caller begins.
   void begin_request() { last_refused_ = 0; }
+  // Whether the caller did what would never end, or end the process, had it a real driver.
+  bool stuck() const { return stuck_; }
+  // Whether the caller would not survive another region; set by who knows it.
+  std::function<bool()> is_deadly = [] { return false; };
 
   uintptr_t base() const { return base_; }
   int64_t offset(const void* address) const {
     return static_cast<int64_t>(reinterpret_cast<uintptr_t>(address) - base_);
   }
   uint64_t granularity() const { return config_.granularity; }
-  bool stuck() const { return stuck_; }
   const std::vector<DriverCall>& calls() const { return calls_; }
 
  private:
+  static constexpr uint64_t kAlignment = 256;  // what BFC insists on
   static constexpr uint64_t kBaseAlignment = uint64_t{1} << 30;  // offset 0 suits any alignment
 
   DriverConfig config_;

@@ -83,9 +83,7 @@ tf-2.21.0, plugin-0.10.2, plugin-0.11.2, plugin-0.12.0.1
         raise OracleUnavailable(f"oracle {name}: runs on x86-64 Linux only")
     found = next((each for each in _places(name, wheel) if each.is_file()), None)
     if found is None:
-        raise OracleUnavailable(
-            f"oracle {name}: not here; get it with: python -m {_MODULE} {name}"
-        )
+        raise OracleUnavailable(f"oracle {name}: not here; get it with: python -m {_MODULE} {name}")
     return found
 
 

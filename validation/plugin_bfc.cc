@@ -33,8 +33,8 @@ struct Layout {
   size_t next_region_bytes;  // curr_region_allocation_bytes_
   size_t regions, chunks;    // std::vector, of elements this large:
   size_t region_bytes, chunk_bytes;
-  bool has_spatial;     // chunks have tags, statistics have peak_allocated_bytes
-  bool has_second_gap;  // dies if it takes another region while there is a gap
+  bool has_spatial;         // chunks have tags, statistics have peak_allocated_bytes
+  bool dies_of_second_gap;  // if it takes another region while there is a gap
 };
 constexpr Layout kLayout010 = {0x380, 0x420, 0x438, 0x30, 0x40, false, false};
 constexpr Layout kLayout011 = {0x398, 0x438, 0x450, 0x30, 0x68, true, true};
@@ -178,6 +178,12 @@ class PluginBfc final : public alloclab::Bfc {
     auto below = std::make_unique<SubAllocator>(driver);
     const std::string name = "GPU_0_bfc";
     library_.construct(object_, &below, config.limit, &name, &options);
+    if (config.spatial && library_.layout.dies_of_second_gap)
+      driver.is_deadly = [this] {
+        const std::vector<alloclab::Chunk> all = chunks();
+        return std::any_of(all.begin(), all.end(),
+                           [](const auto& chunk) { return chunk.tag == alloclab::kGap; });
+      };
   }
   ~PluginBfc() override { library_.destroy(object_); }
 
@@ -225,9 +231,6 @@ class PluginBfc final : public alloclab::Bfc {
   }
   uint64_t next_region_bytes() override {
     return *reinterpret_cast<const uint64_t*>(object_ + library_.layout.next_region_bytes);
-  }
-  bool dies_of_second_gap() const override {
-    return config.spatial && library_.layout.has_second_gap;
   }
 
  private:
