@@ -9,6 +9,7 @@ import hashlib
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from alloclab.scenarios.recorder import _SPACE_OF_KIND, Placed, Recorder
@@ -334,15 +335,14 @@ def _costs(executable: Any) -> dict[str, float]:
 
 def _without_tokens(assignment: BufferAssignment, tokens: int) -> BufferAssignment:
     """Parameters and outputs counted without the tokens of ordered effects, which come first."""
-    from dataclasses import replace
-
-    kept = []
+    counted = []
     for each in assignment.allocations:
         if each.parameter is not None:
-            if each.parameter < tokens:
-                continue
-            each = replace(each, parameter=each.parameter - tokens)
+            if each.parameter < tokens:  # no memory, and not the caller's: as good as a constant
+                each = replace(each, kind="constant", parameter=None, output=None)
+            else:
+                each = replace(each, parameter=each.parameter - tokens)
         if each.output is not None:
             each = replace(each, output=each.output - tokens if each.output >= tokens else None)
-        kept.append(each)
-    return replace(assignment, allocations=tuple(kept))
+        counted.append(each)
+    return replace(assignment, allocations=tuple(counted))

@@ -295,7 +295,7 @@ def _slots(trace: RequestTrace) -> npt.NDArray[np.int64]:
     freed_by[freed] = ordinals[: len(freed)]
     if (
         (by_id[ids] != ordinals[: len(ids)]).any()  # the last of duplicates is in the table
-        
+        or (freed_by[freed] != ordinals[: len(freed)]).any()
         or (found < 0).any()
         or (allocs[found] > frees).any()
     ):

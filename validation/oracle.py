@@ -82,11 +82,11 @@ class RealReplay:
 
 
 class _EndRules(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_int32) for name in ("descending", "exact_holes", "exact_gap")]  # noqa: RUF012
+    _fields_ = [(name, ctypes.c_int32) for name in ("descending", "exact_holes", "exact_gap")]
 
 
 class _Config(ctypes.Structure):
-    _fields_ = [  # noqa: RUF012
+    _fields_ = [
         *((name, ctypes.c_uint64) for name in ("limit", "address_space", "capacity", "largest")),
         *((name, ctypes.c_uint64) for name in ("gap", "granularity")),
         ("fragmentation_fraction", ctypes.c_double),
@@ -332,8 +332,8 @@ class RealBfc:
         """All chunks of all regions, by address."""
         rows = self._rows(self._harness.bfc_chunks, len(RealChunk._fields))
         return [
-            RealChunk(*numbers, bool(in_use), bin_, _TAGS[tag])
-            for *numbers, in_use, bin_, tag in rows
+            RealChunk(region, offset, size, requested, bool(in_use), bin_, _TAGS[tag])
+            for region, offset, size, requested, in_use, bin_, tag in rows
         ]
 
     def driver_calls(self) -> list[DriverCall]:
@@ -350,7 +350,7 @@ class RealBfc:
         count = function(self._open_handle, 0, None)
         rows = np.zeros((count, width), np.int64)
         function(self._open_handle, count, rows.ctypes.data)
-        return rows.tolist()
+        return [[int(number) for number in row] for row in rows]
 
     @property
     def _open_handle(self) -> int:
@@ -415,7 +415,7 @@ def _quiet() -> Iterator[None]:
     os.environ[key] = "3"
     stderr = os.dup(2)
     try:
-        with open(os.devnull, "wb") as nowhere:
+        with Path(os.devnull).open("wb") as nowhere:
             os.dup2(nowhere.fileno(), 2)
         yield
     finally:

@@ -219,10 +219,17 @@ def test_labels_may_be_left_to_the_events(tmp_path: Path) -> None:
         ("op,id,size\nalloc,7,1\nfree,7,2\n", "line 3: free with size 2"),
         ("op,id,size\nalloc,7,1\n\nfree,8,\n", "line 4: free of id 8"),
         ("op,id,size\nalloc,7,1\n\nalloc,7,1\n", "already allocated at line 2"),
+        ("op,id,size\nalloc,7,1\nfree,7,\nfree,7,\n", "line 4: free of id 7, but it was already "
+         "freed at line 3"),
+        ("op,id,size\nfree,7,\nalloc,7,1\n", "line 2: free of id 7, but it is not allocated there"),
+        (f"op,id,size\nalloc,{2**62},1\nfree,{2**62},\nfree,{2**62},\n", "freed at line 3"),
+        (f"op,id,size\nfree,{2**62},\nalloc,{2**62},1\n", "line 2: free of id 4611686018427387904"),
+        (f"op,id,size\nfree,{2**62},\n", "line 2: free of id 4611686018427387904"),
         ('op,id,size\nalloc,7,"1\n', "line 2: is not CSV"),
+        ('op,id,size,label\nalloc,7,1,\nalloc,7,1,"a\nb"\n', "line 3: each allocation needs"),
         ('op,id,size,label\nalloc,7,1,"a\nb"\nfree,9,,\n', "line 4: free of id 9"),
     ],
-)
+)  # fmt: skip
 def test_csv_is_checked(tmp_path: Path, text: str, says: str) -> None:
     file = tmp_path / "trace.csv"
     file.write_text(text)
@@ -714,7 +721,7 @@ def with_(**change: Any) -> Callable[[ProgramTrace], ProgramTrace]:
         (allocation(2, size=100), "value 1 'dot.2': lies outside of its allocation"),
         (value("allocation", 0, 3), "value 0 'fusion.1': allocation is none of the 3"),
         (value("offset", 0, 65), "value 0 'fusion.1': lies outside of its allocation"),
-        (value("size", 0, 2**63 - 1), "value 0 'fusion.1': lies outside of its allocation"),
+        (value("size", 1, 2**63 - 1), "value 1 'dot.2': lies outside of its allocation"),
         (value("end", 1, 4), "value 1 'dot.2': is live outside of the 3 steps"),
         (value("start", 1, 4), "value 1 'dot.2': is live outside of the 3 steps"),
         (with_(labels=("", "")), "labels hold one entry twice"),
@@ -769,6 +776,26 @@ def test_launches_are_one_executable_on_several_devices() -> None:
         check_program(put("device", 1, 0)(two))
     with pytest.raises(RowError, match="event 1: launch 0 is of two executables"):
         check_program(put("executable", 1, 1)(two))
+
+
+def test_a_donated_buffer_is_taken_over_once() -> None:
+    trace = program()
+    step = dataclasses.replace(trace.executables[0], outputs=trace.executables[0].outputs * 2)
+    more = {
+        name: np.append(getattr(trace, name), getattr(trace, name)[-1:])
+        for name in ("buffer_aval", "buffer_bytes", "buffer_device", "buffer_space")
+    }
+    two = dataclasses.replace(
+        trace,
+        executables=(step,),
+        results=np.arange(4),
+        result_start=np.array([0, 2, 4, 4, 4, 4]),
+        buffer_alias_of=np.array([-1, -1, -1, 0]),
+        **more,
+    )
+    check_program(two)
+    with pytest.raises(RowError, match="buffer 3: takes over buffer 0, which another"):
+        check_program(put("buffer_alias_of", 2, 0)(two))
 
 
 def lines_of(tmp_path: Path) -> list[str]:
