@@ -2,7 +2,8 @@
 
 Every measurement is made in a process of its own, as a user's is: `import` is what loading
 imports beside NumPy, `load` is `load_trace`, which checks everything, and `again` is the same
-once more. Forms take turns, and the medians of all rounds are printed.
+once more; `kept` is the memory that the process holds more after the first load, `peak` the most
+while loading (both on Linux only). Forms take turns, and the medians of all rounds are printed.
 """
 
 import json
@@ -20,10 +21,12 @@ from alloclab.simulator.trace_files import save_trace
 ROUNDS = 5
 
 _MEASURE = """
-import sys, time, resource, json
+import sys, time, json
 import numpy
 from alloclab.simulator.requests import RequestTrace
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+def status(name):  # KiB
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) for line in file if line.startswith(name))
 start = time.perf_counter()
 from alloclab.simulator.trace_files import load_trace
 if sys.argv[1].endswith("parquet"):
@@ -31,15 +34,16 @@ if sys.argv[1].endswith("parquet"):
 else:
     import alloclab.simulator.trace_csv, alloclab.simulator.trace_jsonl
 imported = time.perf_counter()
+before = status("VmRSS")
 trace = load_trace(sys.argv[1])
 loaded = time.perf_counter()
-rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+kept, peak = (status(name) - before for name in ("VmRSS", "VmHWM"))
 del trace
 again = time.perf_counter()
 load_trace(sys.argv[1])
 print(json.dumps({
     "import": 1000 * (imported - start), "load": 1000 * (loaded - imported),
-    "again": 1000 * (time.perf_counter() - again), "MiB": rss / 1024,
+    "again": 1000 * (time.perf_counter() - again), "MiB kept": kept / 1024, "MiB peak": peak / 1024,
 }))
 assert "jax" not in sys.modules
 assert ("pyarrow" in sys.modules) == sys.argv[1].endswith("parquet")
@@ -95,8 +99,8 @@ def main() -> None:
                 command = [sys.executable, "-c", _MEASURE, str(file)]
                 done = subprocess.run(command, capture_output=True, text=True, check=True)
                 found[file].append(json.loads(done.stdout))
-        print(f"medians of {ROUNDS} processes; import, load, again in ms; MiB: peak memory, growth")
-        print(f"{'file':32} {'size':>10} {'import':>8} {'load':>8} {'again':>8} {'MiB':>8}")
+        print(f"medians of {ROUNDS} processes; bytes of the file; import, load and again in ms")
+        print(f"{'file':32} {'bytes':>10}", *(f"{each:>8}" for each in found[files[0]][0]))
         for file, rounds in found.items():
             medians = [
                 f"{statistics.median(each[name] for each in rounds):8.1f}" for name in rounds[0]

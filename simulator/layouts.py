@@ -7,9 +7,9 @@ elements. The text form is XLA's own: ``f32[1000,3]{0,1:T(4,128)}``.
 import itertools
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from alloclab.policies.errors import InputError
 from alloclab.simulator.devices import Device
@@ -51,12 +51,12 @@ class Shape:
         dims: sizes, outermost first as written; for a bounded dynamic dimension its bound.
         minor_to_major: the dimensions, the one that varies fastest in memory first.
         tiles: the levels of tiling, each outermost dimension first; empty without tiling.
-        memory_space: 0 is the device's ordinary memory; on a TPU 1 is VMEM; 5 is the host.
+        memory_space: 0 is the device's ordinary memory, 5 the host's; on a TPU 1 is VMEM.
         element_bits: bits that one element is stored in, where the layout says so.
         dynamic: the dimensions of which the size is only a bound.
+        tail_alignment: the array is padded at its end to a multiple of so many elements.
+        metadata_bytes: room before the array for its dynamic sizes.
         elements: of a tuple.
-        has_layout: false where the text named no layout; ``minor_to_major`` is then row-major.
-        other: further properties of the layout as written, such as ``L(8)``.
 
     >>> shape = parse_shape("bf16[1000,3]{0,1:T(4,128)(2,1)S(1)}")
     >>> shape.dims, shape.minor_to_major, shape.tiles, shape.memory_space
@@ -72,34 +72,44 @@ class Shape:
     memory_space: int = 0
     element_bits: int | None = None
     dynamic: frozenset[int] = frozenset()
+    tail_alignment: int = 1
+    metadata_bytes: int = 0
     elements: tuple["Shape", ...] = ()
-    has_layout: bool = True
-    other: tuple[tuple[str, str], ...] = ()
 
     def __str__(self) -> str:
         if self.dtype == TUPLE:
             return f"({', '.join(map(str, self.elements))})"
         dims = ",".join(f"<={n}" if i in self.dynamic else f"{n}" for i, n in enumerate(self.dims))
-        return f"{self.dtype}[{dims}]{self._layout() if self.has_layout else ''}"
-
-    def _layout(self) -> str:
-        parts = dict(self.other)
-        if self.tiles:
-            tiles = (",".join("*" if n == COMBINE else f"{n}" for n in t) for t in self.tiles)
-            parts["T"] = ")(".join(tiles)
-        if self.element_bits is not None:
-            parts["E"] = f"{self.element_bits}"
-        if self.memory_space:
-            parts["S"] = f"{self.memory_space}"
-        text = "".join(f"{key}({parts[key]})" for key in _PROPERTIES if key in parts)
         order = ",".join(map(str, self.minor_to_major))
-        return f"{{{order}:{text}}}" if text else f"{{{order}}}" if order else ""
+        properties = "".join(self._properties())
+        layout = f"{{{order}{':' if properties else ''}{properties}}}"
+        return f"{self.dtype}[{dims}]{'' if layout == '{}' else layout}"
+
+    def _properties(self) -> Iterator[str]:
+        """In the order of Layout::Print (xla/layout.cc)."""
+        for level, tile in enumerate(self.tiles):
+            sizes = ",".join("*" if size == COMBINE else f"{size}" for size in tile)
+            yield f"({sizes})" if level else f"T({sizes})"
+        if self.tail_alignment != 1:
+            yield f"L({self.tail_alignment})"
+        if self.element_bits is not None:
+            yield f"E({self.element_bits})"
+        if self.memory_space:
+            yield f"S({self.memory_space})"
+        if self.metadata_bytes:
+            yield f"M({self.metadata_bytes})"
 
 
-#: The properties of a layout in the order in which XLA prints them (xla/layout.cc, Layout::Print):
-#: level types, tiles, tail padding, index and pointer types, element size, memory space, splits,
-#: metadata prefix.
-_PROPERTIES = ("D", "T", "L", "#", "*", "E", "S", "SC", "M")
+#: What the numbers in a layout's properties set.
+_NUMBERS = {
+    "L": "tail_alignment",
+    "E": "element_bits",
+    "S": "memory_space",
+    "M": "metadata_bytes",
+}
+
+#: Far beyond any program's tuples, and within Python's recursion limit.
+_DEEPEST = 100
 
 _T = TypeVar("_T")
 
@@ -112,6 +122,7 @@ class _Reader:
         self.text = re.sub(r"/\*.*?\*/", lambda match: " " * len(match[0]), text)
         self.source = text
         self.at = 0
+        self.depth = 0
 
     def whole(self) -> Shape:
         shape = self.shape()
@@ -122,7 +133,11 @@ class _Reader:
 
     def shape(self) -> Shape:
         if self.accept(r"\("):
+            self.depth += 1
+            if self.depth > _DEEPEST:
+                self.fail(f"expected tuples at most {_DEEPEST} deep")
             elements = self.listed(self.shape, r"\)")
+            self.depth -= 1
             return Shape(TUPLE, elements=elements)
         start = self.at
         dtype = self.need(r"[a-z][a-z0-9]*", "a type such as f32, or ( of a tuple")
@@ -133,7 +148,7 @@ class _Reader:
         sizes = self.listed(self.dimension, r"\]")
         dims = tuple(size for size, _ in sizes)
         dynamic = frozenset(i for i, (_, bounded) in enumerate(sizes) if bounded)
-        shape = Shape(dtype, dims, _row_major(len(dims)), dynamic=dynamic, has_layout=False)
+        shape = Shape(dtype, dims, _row_major(len(dims)), dynamic=dynamic)
         return self.layout(shape) if self.accept(r"\{") else shape
 
     def dimension(self) -> tuple[int, bool]:
@@ -147,40 +162,37 @@ class _Reader:
         if sorted(order) != list(range(rank)):
             self.at = start
             self.fail(f"expected each of the {rank} dimensions of the shape once, minor to major")
-        shape = replace(shape, minor_to_major=order, has_layout=True)
+        shape = replace(shape, minor_to_major=order)
         if self.accept(":"):
-            while (key := self.accept(r"SC|[DTL#*ESM]")) is not None:
-                shape = self.property(shape, key)
-        self.need(r"\}", "} or a property of the layout such as T(8,128)")
+            shape = self.properties(shape)
+        self.need(r"\}", "} or a property of the layout: T (tiles), L, E, S or M")
         return shape
 
-    def property(self, shape: Shape, key: str) -> Shape:
-        self.need(r"\(", f"( after {key}")
-        if key == "T":
-            tiles = [self.listed(self.tile_size, r"\)")]
+    def properties(self, shape: Shape) -> Shape:
+        if self.accept("T"):
+            tiles = []
             while self.accept(r"\("):
                 tiles.append(self.listed(self.tile_size, r"\)"))
-            return replace(shape, tiles=tuple(tiles))
-        if key in ("E", "S"):
-            value = self.number("a number")
-            self.need(r"\)", ")")
-            if key == "E":
-                return replace(shape, element_bits=value or None)
-            return replace(shape, memory_space=value)
-        expected = r"[1-9][0-9]*" if key == "L" else r"[^()]*"
-        value_text = self.need(expected, f"the value of {key}")
-        self.need(r"\)", ")")
-        return replace(shape, other=(*shape.other, (key, value_text)))
+            if not tiles:
+                self.fail("expected ( and the sizes of a tile")
+            shape = replace(shape, tiles=tuple(tiles))
+        # XLA prints the others in this order, each at most once.
+        for key, name in _NUMBERS.items():
+            if self.accept(key):
+                self.need(r"\(", f"( after {key}")
+                value = self.positive("a number of at least 1")
+                self.need(r"\)", ")")
+                changes: dict[str, Any] = {name: value}
+                shape = replace(shape, **changes)
+        return shape
 
     def tile_size(self) -> int:
         if self.accept(r"\*"):
             return COMBINE
-        start = self.at
-        size = self.number("the size of a tile, or *")
-        if not size:
-            self.at = start
-            self.fail("expected a tile of at least 1")
-        return size
+        return self.positive("the size of a tile, at least 1, or *")
+
+    def positive(self, what: str) -> int:
+        return int(self.need(r"[1-9][0-9]{0,17}(?![0-9])", what))
 
     def number(self, what: str) -> int:
         return int(self.need(r"[0-9]{1,18}(?![0-9])", what))
@@ -237,8 +249,9 @@ def layout_bytes(shape: str | Shape) -> int:
 
     Only the outermost level of tiling pads, as in ``ShapeUtil::ArraySize`` (xla/shape_util.cc).
     Types below 8 bits take a byte an element unless the layout packs them, ``E(4)``. Dynamic
-    dimensions count with their bound. A tuple is the sum of its leaves: each is a buffer of its
-    own, and the table that points to them (8 bytes an element) is another one, not counted here.
+    dimensions count with their bound, and their metadata does not. A tuple is the sum of its
+    leaves: each is a buffer of its own, and the table that points to them (8 bytes an element) is
+    another one, not counted here.
 
     Raises:
         InputError: the text is no shape.
@@ -269,7 +282,7 @@ def unpadded_bytes(shape: str | Shape) -> int:
         shape = parse_shape(shape)
     if shape.dtype == TUPLE:
         return sum(map(unpadded_bytes, shape.elements))
-    return layout_bytes(replace(shape, tiles=(), other=()))
+    return layout_bytes(replace(shape, tiles=(), tail_alignment=1))
 
 
 def _stored_elements(shape: Shape) -> int:
@@ -277,8 +290,7 @@ def _stored_elements(shape: Shape) -> int:
     if shape.tiles:
         sizes = _tiled(sizes, shape.tiles[0])
     count = math.prod(sizes)
-    tail = int(dict(shape.other).get("L", 1))
-    return -(-count // tail) * tail
+    return _round_up(count, shape.tail_alignment)
 
 
 def _tiled(sizes: list[int], tile: Tile) -> list[int]:
@@ -290,7 +302,7 @@ def _tiled(sizes: list[int], tile: Tile) -> list[int]:
     for size, step in zip(reversed(sizes[: len(tile)]), tile, strict=True):
         merged *= size
         if step != COMBINE:
-            rounded.append(-(-merged // step) * step)
+            rounded.append(_round_up(merged, step))
             merged = 1
     return [*rounded, merged, *sizes[len(tile) :]]
 

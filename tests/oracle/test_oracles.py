@@ -1,5 +1,6 @@
 """The oracles themselves: the real allocators do what is known of them, by hand-made examples."""
 
+import shutil
 import sys
 import zipfile
 from collections.abc import Iterator
@@ -31,11 +32,14 @@ LOOPS = ("tf-2.21.0", "plugin-0.10.2")
 
 @contextmanager
 def real(library: str, limit: int, **options: object) -> Iterator[RealBfc]:
+    """A pool; skips where the library or a compiler is not here, but fails if they do not work."""
     try:
-        pool = RealBfc(library, limit, **options)  # type: ignore[arg-type]
+        oracle_fetch.library(library)
     except OracleUnavailable as error:
         pytest.skip(str(error))
-    with pool:
+    if not (shutil.which("c++") or shutil.which("g++")):
+        pytest.skip("no C++ compiler")
+    with RealBfc(library, limit, **options) as pool:  # type: ignore[arg-type]
         yield pool
 
 
@@ -316,10 +320,10 @@ def test_bad_input_is_refused_before_the_real_code_sees_it(library: str) -> None
             pool.replay([1], [0], [-1])
     with pytest.raises(ValueError, match="is closed"):
         pool.alloc(1)
-    with pytest.raises(InputError, match="limit 0"):
-        RealBfc(library, 0)
-    with pytest.raises(InputError, match="spatial"):
-        RealBfc(library, MIB, spatial=True, growth=True)
+    with pytest.raises(InputError, match="limit 0"), real(library, 0):
+        pass
+    with pytest.raises(InputError, match="spatial"), real(library, MIB, spatial=True, growth=True):
+        pass
 
 
 # --- getting the libraries -----------------------------------------------------------------

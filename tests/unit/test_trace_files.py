@@ -781,7 +781,7 @@ def test_launches_are_one_executable_on_several_devices() -> None:
 def test_a_donated_buffer_is_taken_over_once() -> None:
     trace = program()
     step = dataclasses.replace(trace.executables[0], outputs=trace.executables[0].outputs * 2)
-    more = {
+    more: dict[str, Any] = {
         name: np.append(getattr(trace, name), getattr(trace, name)[-1:])
         for name in ("buffer_aval", "buffer_bytes", "buffer_device", "buffer_space")
     }
