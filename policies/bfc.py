@@ -19,13 +19,21 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from alloclab.policies.base import Columns, Outcome, Placement, Policy, Request, Stats
-from alloclab.policies.bfc_versions import MIN_ALLOCATION_SIZE, EndRules, Tag, is_spatial, rules_of
+from alloclab.policies.bfc_versions import (
+    CLASSIC_ENDS,
+    MIN_ALLOCATION_SIZE,
+    Tag,
+    is_spatial,
+    rules_of,
+)
 from alloclab.policies.errors import InputError
 from alloclab.policies.options import option
 from alloclab.policies.units import MIB, align_down, align_up
 
 #: Bin i holds free chunks of at least 256 << i bytes, the last one all from 256 MiB (kNumBins).
 NUM_BINS = 21
+#: The bin by the number of a size's bits; chunks have at least 9.
+BIN_OF_LENGTH = [min(max(bits - 9, 0), NUM_BINS - 1) for bits in range(64)]
 #: A chunk is split if at least this many bytes are left over (kDefaultMaxInternalFragmentation).
 MAX_INTERNAL_FRAGMENTATION = 128 * MIB
 #: The first region of a pool that grows (BFCAllocator::BFCAllocator).
@@ -48,12 +56,8 @@ class Chunk:
     requested: int = 0
 
 
-#: A bin: (size, address) of its chunks, sorted; the address is negated at an end where of equal
-#: sizes the highest comes first.
+#: A bin: (size, address) of its chunks, sorted; addresses are negated where the highest is first.
 Holes = list[tuple[int, int]]
-
-#: The one end of the classic flavour.
-CLASSIC: dict[Tag, EndRules] = {"lower": EndRules()}
 
 
 def bin_index(size: int) -> int:
@@ -62,7 +66,7 @@ def bin_index(size: int) -> int:
     >>> bin_index(256), bin_index(511), bin_index(512), bin_index(1 << 40)
     (0, 0, 1, 20)
     """
-    return min(NUM_BINS - 1, (size // MIN_ALLOCATION_SIZE).bit_length() - 1)
+    return BIN_OF_LENGTH[size.bit_length()]
 
 
 class Bfc(Policy):
@@ -70,12 +74,12 @@ class Bfc(Policy):
 
     name = "bfc"
     works_unlimited = False
+    events_replayed: ClassVar[int] = 0
     flavour: str = option(
         "auto", "which rules; auto as jax chooses", choices=("auto", "classic", "spatial")
     )
     growth: bool = option(False, "grow by regions of 2, 4, 8 ... MiB; else one region at once")
     jax: str = option("0.12.0.1", "the jax version whose rules apply")
-    events_replayed: ClassVar[int] = 0
     fragmentation_fraction: float = option(
         0.0, "the share of the limit that may be left over unsplit; 0 means 128 MiB"
     )
@@ -92,7 +96,7 @@ class Bfc(Policy):
         self.next_region = align_up(first, MIN_ALLOCATION_SIZE)
         self.chunks: dict[int, Chunk] = {}
         self.gap: Chunk | None = None
-        self.ends = self.rules.ends if self.spatial else CLASSIC
+        self.ends = self.rules.ends if self.spatial else CLASSIC_ENDS
         self.bins = {end: [Holes() for _ in range(NUM_BINS)] for end in self.ends}
         self.ordinary: Tag = self.rules.ordinary if self.spatial else "lower"
         self.collective: Tag = "lower" if self.ordinary == "upper" or not self.spatial else "upper"
@@ -104,12 +108,10 @@ class Bfc(Policy):
         alignment = max(request.alignment, MIN_ALLOCATION_SIZE)
         end = self.collective if request.space == "collective" else self.ordinary
         chunk = self.find(size, alignment, end)
-        if chunk is None:
-            if not self.grow(size):
-                return None
+        if chunk is None and self.grow(size):
             chunk = self.find(size, alignment, end)
-            if chunk is None:  # the new region starts at an address that aligns badly
-                return None
+        if chunk is None:
+            return None
         chunk = self.carve(chunk, size, alignment, end)
         chunk.requested = request.size
         return chunk.address, chunk.size
@@ -117,38 +119,30 @@ class Bfc(Policy):
     def find(self, size: int, alignment: int, end: Tag) -> Chunk | None:
         """The best fit (FindChunkPtr): the smallest hole of the end that holds it, else the gap."""
         for holes in self.bins[end][bin_index(size) :]:
-            if not holes:
-                continue
-            for at in range(bisect_left(holes, (size,)), len(holes)):
-                chunk = self.chunks[abs(holes[at][1])]
-                if self.start_in(chunk, size, alignment, end) is not None:
-                    return chunk
-        gap = self.gap
-        return gap if gap and self.start_in(gap, size, alignment, end) is not None else None
+            if holes:
+                for at in range(bisect_left(holes, (size,)), len(holes)):
+                    chunk = self.chunks[abs(holes[at][1])]
+                    if alignment == MIN_ALLOCATION_SIZE or self.holds(chunk, size, alignment, end):
+                        return chunk
+        return self.gap if self.gap and self.holds(self.gap, size, alignment, end) else None
 
-    def start_in(self, chunk: Chunk, size: int, alignment: int, end: Tag) -> int | None:
-        """Where in a free chunk a request would start, or None if it does not fit there."""
+    def holds(self, chunk: Chunk, size: int, alignment: int, end: Tag) -> bool:
+        """Whether a free chunk holds a request at its alignment."""
         top = chunk.address + chunk.size - size
         if end == "upper":
-            start = align_down(top, alignment)
-            return start if start >= chunk.address else None
-        start = align_up(chunk.address, alignment)
-        return start if start <= top else None
+            return align_down(top, alignment) >= chunk.address
+        return align_up(chunk.address, alignment) <= top
 
     def carve(self, chunk: Chunk, size: int, alignment: int, end: Tag) -> Chunk:
         """Take a request's chunk out of a free one; what is left over stays free."""
         rules = self.ends[end]
+        # The split rule (MaybeSplitChunk): how much must be left over to be split off.
         exact = rules.exact_gap if chunk.tag == "gap" else rules.exact_holes
-
-        def splits(available: int) -> bool:
-            """The split rule (MaybeSplitChunk): is the rest worth a chunk of its own?"""
-            rest = available - size
-            return rest > 0 if exact else rest >= size or rest >= self.max_waste
-
+        least = 1 if exact else min(size, self.max_waste)
         self.remove(chunk)
-        start = align_up(chunk.address, alignment)
-        if end == "upper" and splits(chunk.address + chunk.size - start):
-            start = align_down(chunk.address + chunk.size - size, alignment)
+        start, top = align_up(chunk.address, alignment), chunk.address + chunk.size
+        if end == "upper" and top - start - size >= least:
+            start = align_down(top - size, alignment)
         if start > chunk.address:  # what lies below: the gap stays the gap for the upper end
             below, chunk = chunk, self.split(chunk, start - chunk.address)
             if end == "lower":
@@ -156,7 +150,7 @@ class Bfc(Policy):
             self.insert(below)
         if end == "upper":
             chunk.tag = "upper"
-        if splits(chunk.size):
+        if top - start - size >= least:
             self.insert(self.split(chunk, size))
         chunk.tag = end
         return chunk
@@ -205,19 +199,19 @@ class Bfc(Policy):
         if chunk.tag == "gap":
             self.gap = chunk
         else:
-            insort(*self.bin_and_key(chunk))
+            insort(self.bins[chunk.tag][bin_index(chunk.size)], self.key(chunk))
 
     def remove(self, chunk: Chunk) -> None:
         """Take a free chunk out of its bin (RemoveFreeChunkFromBin)."""
         if chunk.tag == "gap":
             self.gap = None
         else:
-            holes, key = self.bin_and_key(chunk)
-            del holes[bisect_left(holes, key)]
+            holes = self.bins[chunk.tag][bin_index(chunk.size)]
+            del holes[bisect_left(holes, self.key(chunk))]
 
-    def bin_and_key(self, chunk: Chunk) -> tuple[Holes, tuple[int, int]]:
-        address = -chunk.address if self.ends[chunk.tag].descending else chunk.address
-        return self.bins[chunk.tag][bin_index(chunk.size)], (chunk.size, address)
+    def key(self, chunk: Chunk) -> tuple[int, int]:
+        """The place of a hole in its bin."""
+        return chunk.size, -chunk.address if self.ends[chunk.tag].descending else chunk.address
 
     # --- regions (Extend) -----------------------------------------------------------------
 
@@ -226,9 +220,8 @@ class Bfc(Policy):
         if self.limit is None:
             raise InputError(f"{self}: needs a limit")
         available = align_down(self.limit - self.stats.pool_bytes, MIN_ALLOCATION_SIZE)
-        if size > available:
-            return False
-        if self.spatial and self.regions:  # the driver gave it in part; a second gap cannot be
+        # A spatial pool that the driver gave in part stays so: there cannot be a second gap.
+        if size > available or (self.spatial and self.regions):
             return False
         doubled = size > self.next_region
         while 0 < self.next_region < size:
@@ -243,12 +236,9 @@ class Bfc(Policy):
             asked = less
         if not doubled:
             self.next_region = self.next_region * 2 & SIZE_T_MAX
-        chunk = Chunk(address, asked, "gap" if self.spatial else "lower")
-        self.chunks[address] = chunk
+        chunk = self.chunks[address] = Chunk(address, asked, "gap" if self.spatial else "lower")
         self.insert(chunk)
         return True
-
-    # --- whole streams --------------------------------------------------------------------
 
     def replay_columns(self, columns: Columns) -> Outcome | None:
         Bfc.events_replayed += len(columns.slot)

@@ -34,8 +34,8 @@ UNIT_BITS = 8
 MAX_UNITS = 1 << 31
 #: log2 of the classes per power of two, and of the classes of one end (some stay unused).
 CLASS_BITS, END_BITS = 8, 13
-#: Regions that one replay can hold; a stream that takes more is left to the readable policy.
-MAX_REGIONS = 1 << 12
+#: More regions than a pool can have: each doubles the next one's size, 56 times until it overflows.
+MAX_REGIONS = 64
 #: Events between the prefetch of a record and its use.
 AHEAD = 8
 
@@ -59,12 +59,13 @@ CAPACITY = 9
 LARGEST = 10
 DRIVER_GAP = 11
 BACKS_OFF_DOWN = 12
-NEW_TAG = 13  # tag of a new region
-MAX_WASTE = 14  # units
-KEY_SHIFT = 15  # addresses are shifted left so that keys use all their bits
-FLIP = 16  # per end: flips the addresses of a descending one
-EXACT = 18  # per end: holes, gap: the least that is split off is 1 unit
-POOL_FIELDS = 22
+BACKS_OFF_ALWAYS = 13
+NEW_TAG = 14  # tag of a new region
+MAX_WASTE = 15  # units
+KEY_SHIFT = 16  # addresses are shifted left so that keys use all their bits
+FLIP = 17  # per end: flips the addresses of a descending one
+EXACT = 19  # per end: holes, gap: the least that is split off is 1 unit
+POOL_FIELDS = 23
 
 REFUSED, TOO_LARGE = 0, -1  # answers in place of a handle
 HIGHEST = (1 << 63) - 1
@@ -256,9 +257,10 @@ def remove(chunks: Pointer, heads: Pointer, bits: Pointer, pool: Pointer, h: Any
 @compiled
 def smallest(chunks: Pointer, pool: Pointer, n: Any) -> Any:
     """The hole with the smallest key of a tree: it is on the leftmost path."""
+    flip = pool[FLIP + (chunks[n + TAG] & 1)]
     h, best = n, Int(HIGHEST)
     while n != 0:
-        key = key_of(chunks, pool, n)
+        key = Int(chunks[n + SIZE]) << 32 | (Int(chunks[n + ADDRESS]) ^ flip)
         if key < best:
             h, best = n, key
         left = Int(chunks[n + LEFT])
@@ -269,10 +271,12 @@ def smallest(chunks: Pointer, pool: Pointer, n: Any) -> Any:
 @compiled
 def first_from(chunks: Pointer, pool: Pointer, n: Any, key: Any, bit: Any) -> Any:
     """The hole with the smallest key of a tree that is not below ``key``; 0 if there is none."""
+    flip, key_shift = pool[FLIP + (chunks[n + TAG] & 1)], pool[KEY_SHIFT]
     h, best = Int(0), Int(HIGHEST)
     rest = Int(0)  # the lowest subtree to the right of the path: all its keys are above
     while n != 0:
-        each = key_of(chunks, pool, n)
+        address = Int(chunks[n + ADDRESS]) ^ flip
+        each = Int(chunks[n + SIZE]) << 32 | address << key_shift
         if key <= each < best:
             h, best = n, each
         right = Int(chunks[n + RIGHT])
@@ -463,9 +467,11 @@ def backed_off(pool: Pointer, size: Any) -> Any:
     """As `alloclab.policies.bfc_versions.Rules.backed_off`."""
     less = Int(np.float32(size) * BACKPEDAL_FACTOR)
     if pool[BACKS_OFF_DOWN] == 0:
-        return (less + MIN_ALLOCATION_SIZE - 1) & -MIN_ALLOCATION_SIZE
+        less += MIN_ALLOCATION_SIZE - 1
     less &= -MIN_ALLOCATION_SIZE
-    return less if less < size else size - MIN_ALLOCATION_SIZE
+    if less == size and pool[BACKS_OFF_ALWAYS] != 0:
+        return size - MIN_ALLOCATION_SIZE
+    return less
 
 
 @compiled
@@ -503,7 +509,7 @@ def grow(chunks: Pointer, pool: Pointer, regions: Pointer, event: Any, size: Any
     if not doubled:
         pool[NEXT_REGION] = Int(np.uint64(pool[NEXT_REGION]) * np.uint64(2))
     start = (pool[NEXT_ADDRESS] + MIN_ALLOCATION_SIZE - 1) & -MIN_ALLOCATION_SIZE
-    if index == MAX_REGIONS or (start + asked) >> UNIT_BITS >= MAX_UNITS:
+    if (start + asked) >> UNIT_BITS >= MAX_UNITS:
         return Int(TOO_LARGE)
     regions[3 * index] = start
     regions[3 * index + 1] = asked
@@ -673,6 +679,7 @@ def _pool(policy: "Bfc", limit: int, driver: Driver) -> npt.NDArray[np.int64]:
     pool[LARGEST] = HIGHEST if driver.largest is None else driver.largest
     pool[DRIVER_GAP] = driver.gap
     pool[BACKS_OFF_DOWN] = policy.rules.backs_off_down
+    pool[BACKS_OFF_ALWAYS] = policy.rules.backs_off_always
     pool[NEW_TAG] = GAP if policy.spatial else LOWER
     pool[MAX_WASTE] = -(-policy.max_waste >> UNIT_BITS)
     address_bits = 31 if driver.gap else (limit >> UNIT_BITS).bit_length()

@@ -39,13 +39,16 @@ class Rules:
         ends: the rules of each end of the spatial flavour; empty where there is none.
         ordinary: the end that serves ordinary buffers; collective ones take the other.
         backs_off_down: after a refusal the driver is asked for 0.9 of the bytes rounded down
-            to 256 (else up, which can ask for the same again without end).
+            to a multiple of 256, else up.
+        backs_off_always: where that is not less, 256 bytes less are asked for; else it is the same
+            again, without end (from 2,304 bytes down).
         reports_largest_free: whether memory_stats() fills largest_free_block_bytes (else 0).
     """
 
     ends: dict[Tag, EndRules]
     ordinary: Tag = "lower"
     backs_off_down: bool = False
+    backs_off_always: bool = True
     reports_largest_free: bool = True
 
     def backed_off(self, size: int) -> int:
@@ -54,18 +57,21 @@ class Rules:
         The product is in float32, as in the C++ code.
         """
         less = int(np.float32(size) * BACKPEDAL_FACTOR)
-        if not self.backs_off_down:
-            return align_up(less, MIN_ALLOCATION_SIZE)
-        less = align_down(less, MIN_ALLOCATION_SIZE)
-        return less if less < size else size - MIN_ALLOCATION_SIZE
+        rounded = (align_down if self.backs_off_down else align_up)(less, MIN_ALLOCATION_SIZE)
+        if rounded == size and self.backs_off_always:
+            return size - MIN_ALLOCATION_SIZE
+        return rounded
 
+
+#: The one end of the classic flavour, in all releases.
+CLASSIC_ENDS: dict[Tag, EndRules] = {"lower": EndRules()}
 
 _BFC, _EXACT = EndRules(), EndRules(exact_holes=True, exact_gap=True)
 
 #: The rules by the first release that has them (xla/tsl/framework/bfc_allocator.cc as built into
 #: jax-cuda12-pjrt, each compared by running it; see docs/explanation/bfc.md).
 RULES: dict[tuple[int, int], Rules] = {
-    (0, 0): Rules({}, reports_largest_free=False),
+    (0, 0): Rules({}, backs_off_always=False, reports_largest_free=False),
     (0, 11): Rules({"lower": _BFC, "upper": _EXACT}),
     (0, 12): Rules(
         {"lower": _EXACT, "upper": EndRules(descending=True)}, "upper", backs_off_down=True

@@ -1,6 +1,6 @@
-"""An executable's buffer assignment, from XLA's dump, and what one execution asks for."""
+"""An executable's buffer assignment, from XLA's dump."""
 
-from collections.abc import Sequence
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -87,16 +87,17 @@ def _output_leaves(hlo: Any) -> dict[int, int | None]:
         (each.defined_at.instruction_id, tuple(each.defined_at.shape_index)): each.id
         for each in hlo.buffer_assignment.logical_buffers
     }
-    root = instructions[entry.root_id]
-    table = defined.get((root.id, ()))
-    count = len(root.operand_ids)
-    if root.opcode != "tuple":
-        count = sum(1 for at, index in defined if at == root.id and index)
-        if not count:
-            return {} if table is None else {table: 0}
-    leaves: dict[int, int | None] = {} if table is None else {table: None}
-    for output in range(count):
-        buffer = _buffer_at(root.id, (output,), instructions, computations, defined)
+    found = [_buffer_at(entry.root_id, (), instructions, computations, defined)]
+    for output in count():
+        buffer = _buffer_at(entry.root_id, (output,), instructions, computations, defined)
+        if buffer is None and output >= len(instructions[entry.root_id].operand_ids):
+            break
+        found.append(buffer)
+    whole, *parts = found
+    if not any(each is not None for each in parts):  # one array, no tuple
+        return {} if whole is None else {whole: 0}
+    leaves: dict[int, int | None] = {} if whole is None else {whole: None}
+    for output, buffer in enumerate(parts):
         if buffer is not None:
             leaves.setdefault(buffer, output)
     return leaves
@@ -114,7 +115,7 @@ def _buffer_at(
         instruction = instructions[id]
         operands = instruction.operand_ids
         match instruction.opcode:
-            case "tuple":
+            case "tuple" if index and index[0] < len(operands):
                 id, index = operands[index[0]], index[1:]
             case "get-tuple-element":
                 id, index = operands[0], (instruction.tuple_index, *index)
@@ -168,33 +169,3 @@ def _values(dumped: Any, names: dict[int, str]) -> tuple[Values, int]:
         ),
         steps,
     )
-
-
-def planned_requests(
-    assignment: BufferAssignment, donated: Sequence[bool] = ()
-) -> list[tuple[int, Kind]]:
-    """What one execution asks of the allocator, in order: bytes and kind.
-
-    The runtime walks the allocations in index order and leaves out parameters, constants,
-    thread-local memory and size 0, which puts outputs by falling size first, then the table of
-    the result tuple, then temp (xla/service/gpu/gpu_executable_buffer_allocator.cc,
-    GenerateBufferAllocations; the CPU client does the same). An output that takes over a donated
-    parameter's memory is that parameter's allocation. ``donated`` tells, by parameter, what the
-    caller really gave up: an aliased parameter that was not donated is copied into a fresh
-    buffer, requested last.
-    """
-    planned: list[tuple[int, Kind]] = [
-        (each.size, each.kind)
-        for each in assignment.allocations
-        if each.kind in ("output", "tuple", "temp") and each.size
-    ]
-    planned += [
-        (each.size, "output")
-        for each in assignment.allocations
-        if each.kind == "parameter"
-        and each.output is not None
-        and each.parameter is not None
-        and each.parameter < len(donated)
-        and not donated[each.parameter]
-    ]
-    return planned

@@ -1,17 +1,27 @@
 """The heaps inside a compiler's dump: traces, sizes and the offsets that XLA chose."""
 
+from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
-from google.protobuf.message import DecodeError
 
 from alloclab.policies.errors import InputError
 from alloclab.simulator.heap_trace import SHARE_WITH, HeapTrace
+from alloclab.simulator.hlo_proto import read_hlo
+
+Role = Literal["temp", "thread_local", "output", "other"]
+
+
+class Piece(NamedTuple):
+    """A part of a temp block: its offset and size in bytes, and its place in the module."""
+
+    offset: int
+    size: int
+    position: int
 
 
 @dataclass(frozen=True)
@@ -22,15 +32,19 @@ class DumpedAllocation:
         size: bytes.
         color: memory space.
         role: ``temp`` if it is scratch (BufferAllocation::IsPreallocatedTempBuffer), else
-            ``thread_local`` or ``other``.
-        pieces: offset and size (bytes) of the parts of a temp block that no heap trace speaks of,
-            by rising offset: the tables of tuples, above all those of loops.
+            ``thread_local``, ``output`` (it may live out), or ``other``.
+        position: the place in the module of the first instruction that defines a value of the
+            allocation's size, counted over all computations, callers first; in a computation each
+            instruction comes after its operands (BufferAssigner::AssignBuffersForComputations).
+        pieces: the parts of a temp block that no heap trace speaks of, by rising offset: the
+            tables of tuples, above all those of loops.
     """
 
     size: int
     color: int
-    role: Literal["temp", "thread_local", "other"]
-    pieces: tuple[tuple[int, int], ...] = ()
+    role: Role
+    position: int
+    pieces: tuple[Piece, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,7 +80,9 @@ class HeapDump:
 
 
 def read_heap_dump(path: str | Path, name: str = "") -> HeapDump:
-    """Read ``*after_optimizations.hlo.pb``, written under ``xla_dump_to``, ``xla_dump_hlo_as_proto``.
+    """Read ``*after_optimizations.hlo.pb``, which XLA writes where its options say so.
+
+    The options are ``xla_dump_to`` (a folder) and ``xla_dump_hlo_as_proto`` (true).
 
     Args:
         path: the file, a serialized xla.HloProto.
@@ -75,39 +91,55 @@ def read_heap_dump(path: str | Path, name: str = "") -> HeapDump:
     Raises:
         InputError: not such a file, or one with no buffer assignment in it.
     """
-    path = Path(path)
-    try:
-        hlo = _hlo_proto()()
-        hlo.ParseFromString(path.read_bytes())
-    except (OSError, DecodeError) as error:
-        raise InputError(f"{path}: cannot be read as an HloProto: {error}") from None
+    hlo = read_hlo(path)
     assignment = hlo.buffer_assignment
-    if not assignment.buffer_allocations:
-        raise InputError(
-            f"{path}: holds no buffer assignment; expected the module after optimizations"
-        )
-    sizes = {each.id: each.size for each in assignment.logical_buffers}
+    buffers = {each.id: each for each in assignment.logical_buffers}
     placed = {
         part.logical_buffer_id: (number, part.offset)
         for number, allocation in enumerate(assignment.buffer_allocations)
         for part in allocation.assigned
     }
-    # A trace also names its allocation, but by the number that it had before the temporary ones
-    # were combined.
+    for trace in assignment.heap_simulator_traces:
+        for event in trace.events:
+            if event.buffer_id not in buffers or event.buffer_id not in placed:
+                raise InputError(
+                    f"{path}: value {event.buffer_id} of a heap trace is not in the assignment"
+                )
     heaps = tuple(
-        _heap(trace, sizes, placed, assignment.buffer_allocations)
+        _heap(trace, buffers, placed, assignment.buffer_allocations)
         for trace in assignment.heap_simulator_traces
         if trace.events
     )
-    traced = {int(buffer) for heap in heaps for buffer in heap.buffer}
-    allocations = tuple(_allocation(each, traced) for each in assignment.buffer_allocations)
-    return HeapDump(name or path.name, allocations, heaps)
+    position = _positions(hlo.hlo_module)
+    try:
+        defined = {
+            number: position[buffer.defined_at.instruction_id] for number, buffer in buffers.items()
+        }
+    except KeyError as error:
+        raise InputError(
+            f"{path}: a value is defined by instruction {error}, which the module does not have"
+        ) from None
+    traced = {buffer for heap in heaps for buffer in heap.buffer.tolist()}
+    allocations = tuple(
+        _allocation(each, defined, traced) for each in assignment.buffer_allocations
+    )
+    return HeapDump(name or Path(path).name, allocations, heaps)
+
+
+def _positions(module: Any) -> dict[int, int]:
+    """The place of each instruction. Dumps list callees first, and operands before their users."""
+    callers_first = reversed(module.computations)
+    instructions = (each for computation in callers_first for each in computation.instructions)
+    return {each.id: place for place, each in enumerate(instructions)}
 
 
 def _heap(
-    trace: Any, sizes: dict[int, int], placed: dict[int, tuple[int, int]], allocations: Any
+    trace: Any,
+    buffers: Mapping[int, Any],
+    placed: Mapping[int, tuple[int, int]],
+    allocations: Any,
 ) -> DumpedHeap:
-    buffers = list(dict.fromkeys(event.buffer_id for event in trace.events))
+    used = list(dict.fromkeys(event.buffer_id for event in trace.events))
     events = HeapTrace(
         np.array([event.kind for event in trace.events], dtype=np.uint8),
         np.array([event.buffer_id for event in trace.events], dtype=np.int64),
@@ -116,83 +148,41 @@ def _heap(
             dtype=np.int64,
         ),
     )
-    (number,) = {placed[each][0] for each in buffers}
+    # A trace also names its allocation, but by the number that it had before the temporary ones
+    # were combined.
+    number = placed[used[0]][0]
     return DumpedHeap(
-        allocations[number].color,
+        int(allocations[number].color),
         number,
         trace.whole_module_simulation,
         events,
-        np.array(buffers, dtype=np.int64),
-        np.array([sizes[each] for each in buffers], dtype=np.int64),
-        np.array([placed[each][1] for each in buffers], dtype=np.int64),
+        np.array(used, dtype=np.int64),
+        np.array([buffers[each].size for each in used], dtype=np.int64),
+        np.array([placed[each][1] for each in used], dtype=np.int64),
     )
 
 
-def _allocation(allocation: Any, traced: set[int]) -> DumpedAllocation:
-    role: Literal["temp", "thread_local", "other"] = "temp"
+def _allocation(allocation: Any, defined: Mapping[int, int], traced: set[int]) -> DumpedAllocation:
+    role: Role = "temp"
     if allocation.is_thread_local:
         role = "thread_local"
-    elif (
-        allocation.is_entry_computation_parameter
-        or allocation.maybe_live_out
-        or allocation.is_constant
-    ):
+    elif allocation.maybe_live_out:
+        role = "output"
+    elif allocation.is_entry_computation_parameter or allocation.is_constant:
         role = "other"
-    pieces = {
-        (part.offset, part.size)
+    pieces: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
+    for part in allocation.assigned:
+        if role == "temp" and part.logical_buffer_id not in traced:
+            pieces[part.offset, part.size].append(defined[part.logical_buffer_id])
+    whole = [
+        defined[part.logical_buffer_id]
         for part in allocation.assigned
-        if role == "temp" and part.logical_buffer_id not in traced
-    }
-    return DumpedAllocation(allocation.size, allocation.color, role, tuple(sorted(pieces)))
-
-
-#: The fields that are read here, with their numbers in xla/service/hlo.proto; a parser skips the
-#: others.
-_FIELDS: dict[str, dict[str, tuple[int, str]]] = {
-    "HloProto": {"buffer_assignment": (3, "BufferAssignment")},
-    "BufferAssignment": {
-        "logical_buffers": (1, "*LogicalBuffer"),
-        "buffer_allocations": (3, "*Allocation"),
-        "heap_simulator_traces": (4, "*Trace"),
-    },
-    "LogicalBuffer": {"id": (1, "int"), "size": (2, "int")},
-    "Allocation": {
-        "size": (2, "int"),
-        "is_thread_local": (3, "bool"),
-        "is_entry_computation_parameter": (5, "bool"),
-        "maybe_live_out": (7, "bool"),
-        "color": (8, "int"),
-        "assigned": (9, "*Assigned"),
-        "is_constant": (12, "bool"),
-    },
-    "Assigned": {"logical_buffer_id": (1, "int"), "offset": (2, "int"), "size": (3, "int")},
-    "Trace": {"events": (1, "*Event"), "whole_module_simulation": (2, "bool")},
-    "Event": {"kind": (1, "int"), "buffer_id": (2, "int"), "share_with": (5, "int")},
-}
-
-
-@cache
-def _hlo_proto() -> Any:
-    field = descriptor_pb2.FieldDescriptorProto
-    file = descriptor_pb2.FileDescriptorProto(
-        name="alloclab/heap_dump.proto", package="alloclab.heap_dump", syntax="proto3"
-    )
-    for message, fields in _FIELDS.items():
-        added = file.message_type.add(name=message)
-        for name, (number, kind) in fields.items():
-            repeated = kind.startswith("*")
-            each = added.field.add(
-                name=name,
-                number=number,
-                label=field.LABEL_REPEATED if repeated else field.LABEL_OPTIONAL,
-            )
-            if kind in ("int", "bool"):
-                each.type = field.TYPE_INT64 if kind == "int" else field.TYPE_BOOL
-            else:
-                each.type = field.TYPE_MESSAGE
-                each.type_name = f".alloclab.heap_dump.{kind.lstrip('*')}"
-    pool = descriptor_pool.DescriptorPool()
-    pool.Add(file)
-    return message_factory.GetMessageClass(
-        pool.FindMessageTypeByName("alloclab.heap_dump.HloProto")
+        if part.size == allocation.size
+    ]
+    return DumpedAllocation(
+        allocation.size,
+        int(allocation.color),
+        role,
+        min(whole, default=0),
+        tuple(Piece(*place, min(positions)) for place, positions in sorted(pieces.items())),
     )

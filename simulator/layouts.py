@@ -226,7 +226,8 @@ class _Reader:
 
     def fail(self, why: str) -> NoReturn:
         found = repr(self.text[self.at : self.at + 12]) if self.at < len(self.text) else "the end"
-        raise InputError(f"shape {self.source!r}: at character {self.at + 1}, {found}: {why}")
+        source = self.source if len(self.source) <= 100 else self.source[:97] + "..."
+        raise InputError(f"shape {source!r}: at character {self.at + 1}, {found}: {why}")
 
 
 def parse_shape(text: str) -> Shape:

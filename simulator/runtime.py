@@ -20,12 +20,14 @@ import simpy
 
 from alloclab.policies.base import Event, Policy
 from alloclab.policies.errors import InputError
+from alloclab.simulator.layouts import default_tpu_layout, layout_bytes
 from alloclab.simulator.program import (
     EVENT_KINDS,
     EXECUTE,
-    MARK,
     RELEASE,
     TRANSFER_IN,
+    TRANSFER_OUT,
+    Aval,
     ProgramTrace,
 )
 from alloclab.simulator.requests import SPACES, RequestTrace
@@ -138,6 +140,7 @@ class Simulation:
         self._results: list[int] = program.results.tolist()
         self._result_start: list[int] = program.result_start.tolist()
         self._donated: list[bool] = program.donated.tolist()
+        self._spaces: list[int] = program.buffer_space.tolist()
         self._sizes = _buffer_bytes(program, machine)
         self.gap, self.duration = time_events(program, machine, self._sizes)
         self._plans: dict[int, Plan] = {}
@@ -153,8 +156,14 @@ class Simulation:
             )
         self.rules = RULES[machine.kind](self)
         self.state = State(
-            {key: Pool(key, policies.get(key)) for key in keys},
-            {each: Lane(self.rules.to_host_streams) for each in devices},
+            pools := {key: Pool(key, policies.get(key)) for key in keys},
+            {
+                each: Lane(
+                    {key.memory: pool for key, pool in pools.items() if key.device == each},
+                    self.rules.to_host_streams,
+                )
+                for each in devices
+            },
         )
         self._set_clock()
         if len(program):
@@ -169,7 +178,8 @@ class Simulation:
 
     def run(self) -> Self:
         """Run to the end; returns itself."""
-        self._burst = True
+        # A live policy may refuse a launch, which then waits while the host goes on: no bursts.
+        self._burst = all(pool.policy is None for pool in self.state.pools.values())
         with contextlib.suppress(_FailedError):
             while not self.done:
                 self._clock.step()
@@ -274,11 +284,7 @@ class Simulation:
         state = self.state
         number = state.number = state.number + 1
         state.pending[number] = (due, action, arguments)
-        self._enter(due, number)
-
-    def _enter(self, due: int, number: int) -> None:
-        timeout = self._clock.timeout(due - self._clock.now, number)
-        timeout.callbacks.append(self._fire)
+        _Due(self._clock, due, number, self._fire, last=action in _HOST)
 
     def _set_clock(self) -> None:
         """A calendar that holds what is pending. Ties keep their order."""
@@ -294,8 +300,8 @@ class Simulation:
             "complete": self.complete,
             "free": self.free,
         }
-        for number, (due, _, _) in sorted(self.state.pending.items()):
-            self._enter(due, number)
+        for number, (due, action, _) in sorted(self.state.pending.items()):
+            _Due(self._clock, due, number, self._fire, last=action in _HOST)
 
     def _fire(self, event: simpy.Event) -> None:
         assert event.value is not None
@@ -314,6 +320,18 @@ class Simulation:
             self._clock.step()
         return pool.frees > before
 
+    def skip_to(self, until: int, row: int) -> bool:
+        """The host waits for a launch: let all else happen first that is due by a time (ns).
+
+        A shortcut of `run`, past the calendar, for the last device of a launch; false otherwise.
+        """
+        if not self._burst or self._more[row]:
+            return False
+        while self._clock.peek() <= until:
+            self._clock.step()
+        self.state.now = until
+        return True
+
     def let_pass(self, until: int) -> None:
         """Whoever calls is blocked until a time (ns): let others go on."""
         while self._clock.peek() <= until:
@@ -323,20 +341,36 @@ class Simulation:
     # --- the host ---------------------------------------------------------------------------------
 
     def _host(self) -> None:
-        """Serve events of the program, as long as nothing else is due before the next one."""
+        """Serve the next event of the program; in a burst all, each after what is due before it."""
         state = self.state
         rows = len(self.kind)
         while True:
             row = state.row
-            state.row = row + 1
+            if state.launching or self.machine.async_dispatch:
+                state.waiting = self._must_wait(row)
+                if state.waiting:
+                    return  # `_wake` lets the same event come again
             free = self._serve(row)
+            state.row = row + 1
             if state.row == rows:
                 return
             due = free + self.gap[row + 1]
-            if not self._burst or due >= self._clock.peek():
+            if not self._burst:
                 self.schedule(due, "host")
                 return
+            while self._clock.peek() <= due:
+                self._clock.step()
             state.now = due
+
+    def _must_wait(self, row: int) -> bool:
+        """Whether the host must wait for a launch to be made before it serves an event."""
+        state = self.state
+        if state.launching:
+            return not self._more[row - 1]
+        if self.kind[row] != TRANSFER_OUT:
+            return False
+        storages = [state.buffers[each] for each in self.operands(row)]
+        return any(each is not None and each.pool is None for each in storages)
 
     def _serve(self, row: int) -> int:
         """Serve one event of the program: when (ns) the host is free again."""
@@ -346,21 +380,17 @@ class Simulation:
             self._happened = f"host: {self._describe(row)}"
         if kind == EXECUTE:
             return self._execute(row)
+        if kind == TRANSFER_IN:
+            return self.rules.transfer_in(row)
+        if kind == TRANSFER_OUT:
+            return self.rules.transfer_out(row)
         if kind == RELEASE:
             for buffer in self.operands(row):
                 self.drop(state.buffers.pop(buffer))
-            return state.now
-        if kind == TRANSFER_IN:
-            return self.rules.transfer_in(row)
-        if kind == MARK:
+        else:
             for pool in state.pools.values():
                 pool.mark(self.program.labels[self.program.label[row]], state.now)
-            return state.now
-        for buffer in self.operands(row):
-            storage = state.buffers[buffer]
-            while storage is not None and storage.pool is None:
-                self._clock.step()  # until its launch has been made
-        return self.rules.transfer_out(row)
+        return state.now
 
     def _execute(self, row: int) -> int:
         """Launch on one device; the host goes on when all devices of a launch have been served.
@@ -372,7 +402,6 @@ class Simulation:
         device = self.device[row]
         lane = state.lanes[device]
         launch = self._bind(row)
-        more = self._more[row]
         if self.machine.async_dispatch:
             lane.queue.append(launch)
             if len(lane.queue) == 1:
@@ -380,25 +409,28 @@ class Simulation:
             free = state.now + self.dispatch
         else:
             slot = lane.slot(state.now, self.machine.max_inflight)
-            alone = self._burst and not more and not state.launched
-            if alone and state.now < slot < self._clock.peek():
-                state.now = slot  # until then only the host, which waits, has anything to do
-            if slot > state.now:
+            if slot > state.now and not self.skip_to(slot, row):
                 self.schedule(slot, "launch", launch)
+                state.launching += 1
                 free = slot + self.dispatch
             else:
                 free = self.rules.launch(launch)
-        if more:
-            state.launched = max(state.launched, free)
-            return state.now
-        free = max(state.launched, free)
-        state.launched = 0
-        return free
+        state.launched = max(state.launched, free)
+        return state.now if self._more[row] else state.launched
 
     def _launch(self, launch: Launch) -> None:
         """Make a launch that had to wait."""
-        self.lane(launch.row).slot(self.state.now, self.machine.max_inflight)
+        state = self.state
+        self.lane(launch.row).slot(state.now, self.machine.max_inflight)
         self.rules.launch(launch)
+        state.launching -= 1
+        self._wake()
+
+    def _wake(self) -> None:
+        """A launch has been made: if the host waits for it, it looks again."""
+        if self.state.waiting:
+            self.state.waiting = False
+            self.schedule(max(self.state.now, self.state.launched), "host")
 
     def _dispatch(self, device: int) -> None:
         """A device's dispatch thread makes the next launch of its queue, or waits for its turn."""
@@ -410,6 +442,7 @@ class Simulation:
             return
         self.rules.launch(lane.queue[0])
         lane.queue.popleft()
+        self._wake()
         if lane.queue:
             self.schedule(state.now + self.dispatch, "dispatch", device)
 
@@ -423,34 +456,27 @@ class Simulation:
         first, last = self._operand_start[row], self._operand_start[row + 1]
         names = self._operands[first:last]
         operands = [buffers[each] for each in names]
-        donated: dict[int, Storage | None] = {}
+        results = [None if wanted is None else Storage() for wanted in plan.results]
+        drops: list[Storage] = []
         if True in (flags := self._donated[first:last]):
             donated = {at: buffers.pop(names[at]) for at, flag in enumerate(flags) if flag}
-        results: list[Storage | None] = []
-        for at, buffer in enumerate(self.results(row)):
-            storage = None
-            if plan.taken_over.get(at) in donated:
-                storage = donated.pop(plan.taken_over[at])
-            elif plan.results[at] is not None:
-                storage = Storage()
-            buffers[buffer] = storage
-            results.append(storage)
-        drops = [each for each in donated.values() if each is not None]
-        if self.machine.async_dispatch:  # inputs are held until the launch has been made
-            held = [each for each in operands if each is not None]
+            for result, parameter in plan.taken_over.items():
+                if parameter in donated:
+                    results[result] = donated.pop(parameter)
+            drops = [each for each in donated.values() if each is not None]
+        buffers.update(zip(self.results(row), results, strict=True))
+        if self.machine.async_dispatch:  # all are held until the launch has been made
+            held = [each for each in (*operands, *results) if each is not None]
             for storage in held:
                 storage.references += 1
             drops += held
-        return Launch(row, operands, results, drops)
+        return Launch(row, plan, operands, results, drops)
 
     def complete(self, launch: Launch, scratch: Scratch) -> None:
         """Free what an execution needed only until now, in index order, then drop references."""
         state, number = self.state, self.launch[launch.row]
         for pool, block, base in scratch:
             pool.free(block, base, state.now, number)
-        for storage in launch.results:
-            if storage is not None and not storage.references:
-                self.rules.gone(storage)  # released before it was launched
         for storage in launch.drops:
             self.drop(storage)
 
@@ -481,7 +507,7 @@ class Simulation:
 
     def pool_of(self, row: int, space: str) -> Pool:
         """The allocator that serves a memory space on the device of an event."""
-        return self.state.pools[PoolKey(self.device[row], memory_of(space, self.machine))]
+        return self.lane(row).pools[memory_of(space, self.machine)]
 
     def operands(self, row: int) -> Sequence[int]:
         """The buffers that an event uses."""
@@ -493,12 +519,11 @@ class Simulation:
 
     def row_of(self, buffer: int, label: str = "argument") -> Row:
         """What a buffer needs when it comes from the host, or from no known allocation."""
-        space = SPACES[self.program.buffer_space[buffer]]
-        return Row(self._sizes[buffer], label, space)
+        return Row(self._sizes[buffer], label, SPACES[self._spaces[buffer]])
 
     def copies(self, row: int, buffers: Sequence[int]) -> Iterator[tuple[int, int]]:
         """The buffers that an event copies, with the time (ns) for each."""
-        total = sum(self._sizes[each] for each in buffers)
+        total = sum([self._sizes[each] for each in buffers])
         for each in buffers:
             yield each, self.duration[row] * self._sizes[each] // total if total else 0
 
@@ -580,11 +605,48 @@ class Simulation:
         return f"{name} on device {self.device[row]}, event {row}"
 
 
+#: What the host waits for comes after all else that is due at the same time.
+_HOST = frozenset({"host", "launch", "complete"})
+_LAST = simpy.events.EventPriority(simpy.events.NORMAL + 1)
+
+
+class _Due(simpy.Event):
+    """Fires at a time (ns); ``last`` after all others that are due then."""
+
+    def __init__(
+        self,
+        clock: simpy.Environment,
+        due: int,
+        number: int,
+        fire: Callable[[simpy.Event], None],
+        *,
+        last: bool,
+    ) -> None:
+        super().__init__(clock)
+        self.callbacks.append(fire)
+        self._ok = True
+        self._value = number
+        clock.schedule(self, _LAST if last else simpy.events.NORMAL, due - clock.now)
+
+
 class _FailedError(Exception):
     """Ends a run that is out of memory; never leaves a `Simulation`."""
 
 
 def _buffer_bytes(program: ProgramTrace, machine: Machine) -> list[int]:
-    """Bytes of each buffer on the machine: padded on a TPU, as captured elsewhere."""
-    sizes: list[int] = program.buffer_bytes.tolist()
-    return sizes
+    """Bytes of each buffer on the machine: padded in a TPU's memory, as captured elsewhere."""
+    sizes = program.buffer_bytes
+    if machine.generation is not None and len(sizes):
+        padded = np.array([_padded(each, machine.generation) for each in program.avals], np.int64)
+        on_device = program.buffer_space == SPACES.index("device")
+        sizes = np.where(on_device, np.maximum(sizes, padded[program.buffer_aval]), sizes)
+    listed: list[int] = sizes.tolist()
+    return listed
+
+
+def _padded(aval: Aval, generation: int) -> int:
+    """Bytes in a TPU's default layout; 0 for types that are no XLA types, such as keys."""
+    try:
+        return layout_bytes(default_tpu_layout(aval.dtype, aval.shape, generation))
+    except InputError:
+        return 0

@@ -28,5 +28,9 @@ class Cpu(Gpu):
         The order of requests is that of a GPU: the buffer assignment's, then copies of aliased
         inputs (BufferAlloc::Allocate, BufferAllocAndCopy::AllocateAndCopy).
         """
-        self.simulation.schedule(finish, "complete", launch, scratch)
+        simulation = self.simulation
+        if simulation.skip_to(finish, launch.row):
+            simulation.complete(launch, scratch)
+        else:
+            simulation.schedule(finish, "complete", launch, scratch)
         return finish

@@ -109,13 +109,12 @@ class Gpu:
         Requests come in the order of the buffer assignment. An aliased input that was not donated
         is protected by a copy into fresh memory, after all of these.
         """
-        simulation, (row, operands, results, _) = self.simulation, launch
-        state, plan, device = simulation.state, simulation.plan(row), simulation.device[row]
-        lane = state.lanes[device]
+        simulation, (row, plan, operands, results, _) = self.simulation, launch
+        state, lane = simulation.state, simulation.lane(row)
         self.prepare(row, plan, lane)
         scratch = []
         for part in plan.parts:
-            pool = state.pools[PoolKey(device, part.memory)]
+            pool = lane.pools[part.memory]
             base = simulation.allocate(pool, part.requests, row, part.outputs, results)
             if part.scratch is not None:
                 scratch.append((pool, part.scratch, base))

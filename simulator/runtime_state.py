@@ -8,7 +8,7 @@ import copy
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import numpy as np
 
@@ -21,6 +21,9 @@ from alloclab.simulator.requests import (
     SPACES,
     RequestTrace,
 )
+
+if TYPE_CHECKING:
+    from alloclab.simulator.runtime_plan import Plan
 
 #: Label of the memory that a TPU reserves for its loaded programs.
 PROGRAM = "program"
@@ -96,6 +99,7 @@ class Launch(NamedTuple):
     """
 
     row: int
+    plan: "Plan"
     operands: "list[Storage | None]"
     results: "list[Storage | None]"
     drops: "list[Storage]"
@@ -277,16 +281,17 @@ Scratch = Sequence[tuple[Pool, Block, int]]
 
 
 class Lane:
-    """The streams of one device: when each is done with all that is enqueued (ns).
+    """One device: its allocators, and when each stream is done with all that is enqueued (ns).
 
-    One compute stream; ``to_device`` and ``to_host`` are the copy streams. ``inflight`` holds the
-    completion times of executions that count against the run-ahead limit; ``queue`` the launches
-    that a dispatch thread still has to make; ``loaded`` the programs that have memory reserved,
+    One ``compute`` stream; ``to_device`` and ``to_host`` are the copy streams. ``inflight`` holds
+    the completion times of executions that count against the run-ahead limit; ``queue`` the
+    launches that a dispatch thread still has to make; ``loaded`` the programs with memory reserved,
     least recently used first, with their bytes, ``running`` the one that is being launched, and
     ``reservation`` the memory of all of them.
     """
 
-    def __init__(self, to_host_streams: int) -> None:
+    def __init__(self, pools: dict[str, Pool], to_host_streams: int) -> None:
+        self.pools = pools
         self.compute = 0
         self.to_device = 0
         self.to_host = [0] * to_host_streams
@@ -328,7 +333,9 @@ class State:
     """All that changes in a run.
 
     ``row`` is the next event of the program; ``pending`` what is scheduled, by number: when (ns),
-    which action, with what; ``launched`` until when the host is held by the launch at hand.
+    which action, with what; ``launched`` until when the host is held by the launch at hand;
+    ``launching`` how many launches of it still wait for their device, and ``waiting`` whether the
+    host waits for a launch to be made.
     """
 
     pools: dict[PoolKey, Pool]
@@ -337,6 +344,8 @@ class State:
     row: int = 0
     number: int = 0
     launched: int = 0
+    launching: int = 0
+    waiting: bool = False
     pending: dict[int, tuple[int, str, tuple[Any, ...]]] = field(default_factory=dict)
     buffers: dict[int, Storage | None] = field(default_factory=dict)
     failure: OutOfMemory | None = None

@@ -37,9 +37,9 @@ class Tpu(Gpu):
         bytes_in_use + bytes_reserved + largest_free_block_bytes, after many programs were loaded).
         """
         lane.running = executable = self.simulation.executable[row]
-        lane.loaded.pop(executable, None)
+        loaded = lane.loaded.pop(executable, None) is not None
         lane.loaded[executable] = plan.reserved  # now the most recently used
-        if lane.reservation is None or lane.reservation.row.size < plan.reserved:
+        if not loaded:
             self._reserve(lane, self.simulation.pool_of(row, "device"), row)
 
     def _reserve(self, lane: Lane, pool: Pool, row: int) -> None:
@@ -61,7 +61,7 @@ class Tpu(Gpu):
         for storage in (*launch.operands, *launch.results):
             if storage is not None:
                 storage.busy = finish
-        self.simulation.state.lanes[self.simulation.device[launch.row]].running = -1
+        self.simulation.lane(launch.row).running = -1
         return super().enqueued(launch, scratch, finish)
 
     def gone(self, storage: Storage) -> None:
@@ -104,15 +104,10 @@ class Tpu(Gpu):
         simulation = self.simulation
         simulation.let_pass(lane.compute)
         assert pool.policy is not None
-        moved = sorted(
-            (each.address, number)
-            for number, each in pool.live.items()
-            if each.row.label != PROGRAM
-        )
-        held = [(pool.live[number], number) for _, number in moved]
-        for _, number in held:
+        buffers = {key: each for key, each in pool.live.items() if each.row.label != PROGRAM}
+        for number in buffers:
             pool.free(FREE_ONE, number, simulation.state.now)
-        for old, _ in held:
+        for old in sorted(buffers.values(), key=lambda each: each.address):
             number = pool.take_ids(1)
             if not pool.ask(old.row, number, old.owner, simulation.state.now, -1):
                 simulation.fail(pool, old.row, row)

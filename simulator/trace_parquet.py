@@ -69,6 +69,13 @@ def read_parquet(path: Path) -> RequestTrace | ProgramTrace:
     Raises:
         InputError: it is not a trace, or not a valid one; the message says where.
     """
+    try:
+        return _read(path)
+    finally:  # every column has been copied
+        pa.default_memory_pool().release_unused()
+
+
+def _read(path: Path) -> RequestTrace | ProgramTrace:
     with _arrow_errors(path):
         file = pq.ParquetFile(
             path, page_checksum_verification=True, thrift_string_size_limit=2**31 - 1
@@ -373,8 +380,12 @@ def write_parquet(trace: RequestTrace | ProgramTrace, path: Path) -> None:
     except UnicodeEncodeError as error:
         raise InputError(f"{path}: a label is not text that UTF-8 can hold: {error}") from error
     texts = [each.name for each in table.schema if pa.types.is_dictionary(each.type)]
-    table = table.replace_schema_metadata({_KEY: json.dumps(header, allow_nan=False)})
-    with atomic_write(path, binary=True) as file:
-        pq.write_table(
-            table, file, compression="zstd", use_dictionary=texts, write_page_checksum=True
-        )
+    with (
+        atomic_write(path, binary=True) as file,
+        pq.ParquetWriter(
+            file, table.schema, compression="zstd", use_dictionary=texts, write_page_checksum=True
+        ) as writer,
+    ):
+        writer.write_table(table)
+        # Not as metadata of the schema, of which the file would hold a second copy.
+        writer.add_key_value_metadata({_KEY: json.dumps(header, allow_nan=False)})

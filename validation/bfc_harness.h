@@ -78,7 +78,7 @@ class Bfc {
   // Extend doubles the next region's size until it is large enough; after too many doublings that
   // size is 0 (mod 2^64) and stays 0.
   bool doubles_for_ever(uint64_t size, uint64_t alignment, int end) {
-    if (size == 0 || next_region_bytes() != 0 || size > 1) return false;
+    if (size == 0 || next_region_bytes() != 0) return false;
     const uint64_t rounded = align_up(size, kMinAllocationSize);
     const uint64_t left = config.limit - static_cast<uint64_t>(stats().pool_bytes);
     if (rounded > left / kMinAllocationSize * kMinAllocationSize) return false;

@@ -19,8 +19,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from alloclab.simulator.assignment import planned_requests
 from alloclab.simulator.program import EXECUTE
+from alloclab.simulator.requests import ALLOC
+from alloclab.simulator.runtime import lower
+from alloclab.simulator.runtime_plan import Machine
 
 #: Room for the sizes of one execution; as in memalign_shim.c.
 _ROOM = 1 << 16
@@ -138,11 +140,10 @@ def _observe_here(shim: str) -> list[Execution]:
 
         with capture() as run:
             jax.block_until_ready(jitted(*fresh()))
-        trace = run.trace
-        row = np.flatnonzero(trace.kind == EXECUTE)[-1]
-        flags = trace.donated[trace.operand_start[row] : trace.operand_start[row + 1]]
-        assignment = trace.executables[trace.executable[row]].targets["cpu"]
-        planned = [size for size, _ in planned_requests(assignment, flags.tolist())]
+        requests = lower(run.trace, Machine("cpu"))
+        launch = run.trace.launch[run.trace.kind == EXECUTE][-1]
+        asked = (requests.op == ALLOC) & (requests.execution == launch)
+        planned = requests.size[asked].tolist()
         jax.block_until_ready(jitted(*fresh()))  # compiles
         ready = fresh()
         library.shim_start()

@@ -2,13 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-
-import numpy as np
+from typing import NamedTuple
 
 from alloclab.policies.errors import InputError
-from alloclab.simulator.heap_combine import heap_rule, lay_end_to_end, temps_last
+from alloclab.simulator.devices import load_device
+from alloclab.simulator.heap_combine import heap_rule, lay_end_to_end, plan_heap, temps_last
 from alloclab.simulator.heap_dump import DumpedHeap, HeapDump
-from alloclab.simulator.heap_planner import HeapPlan, plan
+from alloclab.simulator.heap_planner import HeapPlan
 from alloclab.simulator.heap_trace import from_heap_trace
 
 
@@ -19,8 +19,9 @@ class HeapAgreement:
     Attributes:
         program, color: which heap.
         planned: false where the planner has no rule for it, as in a TPU's VMEM.
-        strategy: the one that won; None where there is no plan.
-        buffers, agreeing: how many there are, and how many are at XLA's offset in the temp block.
+        strategy: the one that was used.
+        buffers, agreeing: how many have more than 0 bytes, and how many of these are at XLA's
+            offset in the temp block.
         height, actual_height: bytes of the heap.
         temp, actual_temp: bytes of the temp block that it is in.
     """
@@ -28,7 +29,7 @@ class HeapAgreement:
     program: str
     color: int
     planned: bool
-    strategy: str | None
+    strategy: str
     buffers: int
     agreeing: int
     height: int
@@ -49,25 +50,27 @@ class HeapAgreement:
 def heap_agreement(dump: HeapDump, target: str) -> list[HeapAgreement]:
     """Plan every heap of a dump by the rules for a target and compare, one row per heap.
 
-    Heaps for which there is no rule are planned as if they were in the target's main memory, to
-    show how far that is from what happened; such a row has ``planned`` false.
+    A heap for which there is no rule is planned as if it were in the target's main memory, to show
+    how far that is from what happened; such a row has ``planned`` false.
     """
-    plans = [_planned(heap, target) for heap in dump.heaps]
+    limit = _limit(target)
+    planned = [_plan(dump, heap, target, limit) for heap in dump.heaps]
+    plans = [result for _, result in planned]
     rows = []
-    for heap, (rule_known, result) in zip(dump.heaps, plans, strict=True):
+    for heap, (known, result) in zip(dump.heaps, planned, strict=True):
         sized = heap.size > 0
         actual = heap.offset[sized]
-        base, temp = _temp_block(dump, heap, [each for _, each in plans], target)
+        base, temp = _temp_block(dump, heap, plans, target) if known else (0, result.height)
         rows.append(
             HeapAgreement(
                 dump.name,
                 heap.color,
-                rule_known,
-                result.strategy if rule_known else None,
+                known,
+                result.strategy,
                 len(actual),
                 int((actual == result.offset[sized] + base).sum()),
                 result.height,
-                int((actual + heap.size[sized]).max() - actual.min()),
+                int((actual + heap.size[sized]).max(initial=0) - actual.min(initial=1 << 60)),
                 temp,
                 dump.allocations[heap.allocation].size,
             )
@@ -75,14 +78,40 @@ def heap_agreement(dump: HeapDump, target: str) -> list[HeapAgreement]:
     return rows
 
 
-def _planned(heap: DumpedHeap, target: str) -> tuple[bool, HeapPlan]:
-    sizes = dict(zip(heap.buffer.tolist(), heap.size.tolist(), strict=True))
+def _limit(target: str) -> int | None:
+    """Bytes of the target that a program may use, None where its compiler does not ask."""
+    platform, _, name = target.partition(":")
+    if platform != "tpu":
+        return None
+    device = load_device(name)
+    if device.memory_bytes is None:
+        return None
+    return device.memory_bytes - (device.reserved_bytes or 0)
+
+
+def _plan(
+    dump: HeapDump, heap: DumpedHeap, target: str, limit: int | None
+) -> tuple[bool, HeapPlan]:
     try:
         rule, known = heap_rule(target, heap.color), True
     except InputError:
         rule, known = heap_rule(target), False
-    buffers = from_heap_trace(heap.trace, sizes)
-    return known, plan(buffers, alignment=rule.alignment, strategies=rule.strategies)
+    sizes = dict(zip(heap.buffer.tolist(), heap.size.tolist(), strict=True))
+    others = sum(
+        sum(piece.size for piece in each.pieces) if each.role == "temp" else each.size
+        for each in dump.allocations
+        if each.color == heap.color
+    )
+    return known, plan_heap(from_heap_trace(heap.trace, sizes), rule, others=others, limit=limit)
+
+
+class _Part(NamedTuple):
+    """An allocation, or what became a part of one: before the temporary ones were combined."""
+
+    temp: bool
+    color: int
+    size: int
+    heap: bool = False
 
 
 def _temp_block(
@@ -90,49 +119,40 @@ def _temp_block(
 ) -> tuple[int, int]:
     """Where the heap begins in its temp block, and the size of the block.
 
-    The block is made of the heap and of the tables of tuples, which buffer assignment left outside
-    of it. Their order is that of the allocations after the temporary ones were moved to the end. To
-    repeat the move the order before it is needed: by falling size first the heaps placed in
-    advance, then all others of BufferAssigner::AssignBuffersForComputations, the heaps, and the
-    thread-local ones. What the dump does not say is the order among equals; others come first here.
+    Buffer assignment leaves tables of tuples out of the heap and lays them and the heap end to end.
+    Their order is what is left of the order of all allocations when the temporary ones have been
+    moved to the end. Before that it is: what was placed in advance (VMEM); then by falling size,
+    outputs first, then by position what has an allocation of its own; the heaps by color; what is
+    local to a thread (BufferAssigner::CreateAssignment, AssignBuffersForComputations).
     """
-    block = [
-        number
-        for number, each in enumerate(dump.allocations)
-        if each.role == "temp" and each.color == heap.color
+    advance = {each.allocation for each in dump.heaps if not each.whole_module}
+    own = []
+    for number, each in enumerate(dump.allocations):
+        if number in advance:
+            continue
+        if each.role == "temp":
+            own += [
+                (-piece.size, True, piece.position, _Part(True, each.color, piece.size))
+                for piece in each.pieces
+            ]
+        elif each.role != "thread_local":
+            part = _Part(False, each.color, each.size)
+            own.append((-each.size, each.role != "output", each.position, part))
+    heaps = [
+        (each.whole_module, _Part(True, each.color, result.height, heap=True))
+        for each, result in zip(dump.heaps, plans, strict=True)
     ]
-    if block != [heap.allocation] or not heap.whole_module:
-        return 0, plans[dump.heaps.index(heap)].height
-    preset = [(0, each.color, plans[i].height) for i, each in enumerate(dump.heaps)]
-    advance = [each for i, each in enumerate(preset) if not dump.heaps[i].whole_module]
-    simulated = sorted(
-        (each for i, each in enumerate(preset) if dump.heaps[i].whole_module),
-        key=lambda each: each[1],
-    )
-    others = [
-        (each.size, False, -1) for each in dump.allocations if each.role == "other"
+    before = [
+        *(part for whole, part in heaps if not whole),
+        *(part for *_, part in sorted(own)),
+        *sorted((part for whole, part in heaps if whole), key=lambda part: part.color),
+        *(_Part(False, 0, 0) for each in dump.allocations if each.role == "thread_local"),
     ]
-    tables = [
-        (size, True, each.color)
-        for each in dump.allocations
-        if each.role == "temp"
-        for _, size in each.pieces
-    ]
-    greedy = sorted(others + tables, key=lambda each: (-each[0], each[1]))
-    local = sum(each.role == "thread_local" for each in dump.allocations)
-    # (is temporary, color, size, is the heap of the color)
-    before = (
-        [(True, color, height, True) for _, color, height in advance]
-        + [(temp, color, size, False) for size, temp, color in greedy]
-        + [(True, color, height, True) for _, color, height in simulated]
-        + [(False, -1, 0, False)] * local
-    )
-    after = [before[i] for i in temps_last([each[0] for each in before])]
-    pieces = [each for each in after if each[0] and each[1] == heap.color]
-    offsets, size = lay_end_to_end(
-        [each[2] for each in pieces], heap_rule(target, heap.color).alignment
-    )
-    return offsets[[each[3] for each in pieces].index(True)], size
+    after = [before[i] for i in temps_last([each.temp for each in before])]
+    block = [each for each in after if each.temp and each.color == heap.color]
+    alignment = heap_rule(target, heap.color).alignment
+    offsets, size = lay_end_to_end([each.size for each in block], alignment)
+    return offsets[[each.heap for each in block].index(True)], size
 
 
 def table(rows: Sequence[HeapAgreement]) -> str:
@@ -144,6 +164,6 @@ def table(rows: Sequence[HeapAgreement]) -> str:
             f"{color:5}{len(of_color):7}{sum(each.exact for each in of_color):7}"
             f"{sum(each.buffers for each in of_color):9}"
             f"{sum(each.agreeing for each in of_color):17}"
-            + ("" if of_color[0].planned else "  (no rule: not planned by the heap simulator)")
+            + ("" if of_color[0].planned else "  (no rule: memory space assignment)")
         )
     return "\n".join(lines)

@@ -1,6 +1,11 @@
-"""Remake what XLA's planner did to a set of programs: ``python -m alloclab.validation.heap_goldens``.
+"""What XLA's own planner did to a set of programs, from its dumps and without a device.
 
-Compiles each program for a target, with no device, and keeps the heaps of the compiler's dump.
+    pip install libtpu                                            # for tpu: as old as this jax
+    pip install --no-deps jax-cuda12-plugin jax-cuda12-pjrt       # for cuda: likewise
+    python -m alloclab.validation.heap_goldens -o tests/oracle/data/heap --target cpu
+
+Compiles each program for the target, keeps the heaps of the dump, and says how many of them
+`alloclab.simulator.heap_planner` places as XLA did.
 """
 
 import argparse
@@ -19,7 +24,13 @@ import numpy as np
 
 from alloclab.policies.errors import InputError
 from alloclab.simulator.atomic import atomic_write
-from alloclab.simulator.heap_dump import DumpedAllocation, DumpedHeap, HeapDump, read_heap_dump
+from alloclab.simulator.heap_dump import (
+    DumpedAllocation,
+    DumpedHeap,
+    HeapDump,
+    Piece,
+    read_heap_dump,
+)
 from alloclab.simulator.heap_trace import HeapTrace
 from alloclab.validation.heap_agreement import heap_agreement, table
 
@@ -47,25 +58,39 @@ device_description_str: "NVIDIA H100 80GB HBM3"
 
 @dataclass(frozen=True)
 class Target:
-    """What to compile for: the topology's arguments, compiler options, packages, and scales."""
+    """What to compile for.
 
+    Attributes:
+        name: as in `alloclab.simulator.heap_combine.heap_rule`.
+        topology: arguments of `jax.experimental.topologies.get_topology_desc`; empty for the CPU
+            that is here.
+        packages: what the compiler is in; the last one's version is the compiler's.
+        options: compiler options that are needed to compile without a device.
+        scales: how wide the programs are.
+    """
+
+    name: str
     topology: Mapping[str, Any]
     packages: tuple[str, ...]
     options: Mapping[str, Any]
     scales: tuple[int, ...]
 
 
-#: libtpu keeps the values of small programs in VMEM, so its HBM heaps need large ones too. Without
-#: a device CUDA cannot ask CUB how much scratch its radix sort takes.
+#: libtpu keeps the values of small programs in VMEM, so its HBM heaps need large ones too; one of
+#: these leaves so little HBM that the planner's fallback shows. Without a device CUDA cannot ask
+#: CUB how much scratch its radix sort takes.
 TARGETS = {
-    "cpu": Target({}, (), {}, (1,)),
+    "cpu": Target("cpu", {}, ("jaxlib",), {}, (1,)),
     "cuda": Target(
+        "cuda:h100",
         {"platform": "cuda", "topology_name": "", "target_config": H100, "topology": "1x1x1"},
         ("jax-cuda12-plugin", "jax-cuda12-pjrt"),
         {"xla_gpu_enable_cub_radix_sort": False},
         (1,),
     ),
-    "tpu": Target({"platform": "tpu", "topology_name": "v5e:2x2"}, ("libtpu",), {}, (1, 32)),
+    "tpu": Target(
+        "tpu:v5e", {"platform": "tpu", "topology_name": "v5e:2x2"}, ("libtpu",), {}, (1, 32)
+    ),
 }
 
 #: Of a TPU host with nobody to ask: no metadata server, no lock, one chip's worth of topology.
@@ -97,7 +122,10 @@ def compile_heaps(program: "Program", target: str, name: str = "") -> HeapDump:
         device = topologies.get_topology_desc(**chosen.topology).devices[0]
         sharding = jax.sharding.SingleDeviceSharding(device)
         arguments = jax.tree.map(
-            lambda each: jax.ShapeDtypeStruct(each.shape, each.dtype, sharding=sharding), arguments
+            lambda each: jax.ShapeDtypeStruct(  # type: ignore[no-untyped-call]
+                each.shape, each.dtype, sharding=sharding
+            ),
+            arguments,
         )
     traced = jax.jit(program.function, donate_argnums=program.donated).trace(*arguments)
     lowered = traced.lower(lowering_platforms=(target,))
@@ -124,7 +152,7 @@ def golden_dumps(target: str) -> Iterator[HeapDump]:
 
 def versions(target: str) -> dict[str, str]:
     """The versions of what compiles for a target."""
-    packages = ("jax", "jaxlib", *TARGETS[target].packages)
+    packages = dict.fromkeys(("jax", "jaxlib", *TARGETS[target].packages))
     return {each: importlib.metadata.version(each) for each in packages}
 
 
@@ -163,7 +191,7 @@ def _to_json(dump: HeapDump) -> dict[str, Any]:
     return {
         "name": dump.name,
         "allocations": [
-            [each.size, each.color, each.role, [list(piece) for piece in each.pieces]]
+            [each.size, each.color, each.role, each.position, each.pieces]
             for each in dump.allocations
         ],
         "heaps": [
@@ -190,8 +218,8 @@ def _from_json(dump: dict[str, Any]) -> HeapDump:
     return HeapDump(
         dump["name"],
         tuple(
-            DumpedAllocation(size, color, role, tuple((offset, part) for offset, part in pieces))
-            for size, color, role, pieces in dump["allocations"]
+            DumpedAllocation(size, color, role, position, tuple(Piece(*each) for each in pieces))
+            for size, color, role, position, pieces in dump["allocations"]
         ),
         tuple(
             DumpedHeap(
@@ -213,24 +241,30 @@ def _from_json(dump: dict[str, Any]) -> HeapDump:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m alloclab.validation.heap_goldens",
+        description="The heaps of small programs, as XLA's compilers place them.",
+    )
     parser.add_argument("-o", "--output", required=True, type=Path, metavar="DIR")
     parser.add_argument("--target", required=True, choices=TARGETS)
     options = parser.parse_args()
     os.environ["JAX_PLATFORMS"] = "cpu"
     if options.target == "tpu":
         os.environ.update(_TPU_ENVIRONMENT)
+    chosen = TARGETS[options.target]
+    try:
+        found = versions(options.target)
+    except importlib.metadata.PackageNotFoundError as error:
+        sys.exit(f"error: {error.name} is not installed; it compiles for {chosen.name}")
     dumps = []
     for dump in golden_dumps(options.target):
         print(f"{dump.name}: {len(dump.heaps)} heaps", file=sys.stderr)
         dumps.append(dump)
-    found = versions(options.target)
-    newest = found[TARGETS[options.target].packages[-1] if options.target == "tpu" else "jaxlib"]
-    path = options.output / f"{options.target}-{newest}.json.gz"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_goldens(path, options.target, found, dumps)
+    options.output.mkdir(parents=True, exist_ok=True)
+    path = options.output / f"{options.target}-{found[chosen.packages[-1]]}.json.gz"
+    write_goldens(path, chosen.name, found, dumps)
     print(f"{path}: {len(dumps)} programs")
-    print(table([row for dump in dumps for row in heap_agreement(dump, options.target)]))
+    print(table([row for dump in dumps for row in heap_agreement(dump, chosen.name)]))
 
 
 if __name__ == "__main__":

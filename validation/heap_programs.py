@@ -31,18 +31,12 @@ def programs(scale: int = 1) -> dict[str, Program]:
     square = f32(width, width)
     weights = (f32(width, 2 * width), f32(2 * width, width), f32(width, 16))
     batch = (f32(rows, width), f32(rows, 16))
-    blocks = {
-        "qkv": f32(width, 3 * width),
-        "out": f32(width, width),
-        "up": f32(width, 4 * width),
-        "down": f32(4 * width, width),
-    }
-    decoder = {"embedding": f32(512, width), "blocks": [blocks] * 3}
     tokens = (_shape(8, 65, dtype=jnp.int32),)
     kernels = (f32(3, 3, 8, 2 * rows), f32(3, 3, 2 * rows, rows), f32(3, 3, rows, rows))
     heads = (f32(4, width, 8, 32),) * 3
     recurrent = (f32(width, width), f32(rows, width)), f32(24, 16, rows)
     key = _shape(2, dtype=jnp.uint32)
+    decoder, narrow = _decoder(width), _decoder(width // 2)
     return {
         "mlp": Program(_mlp, (weights, batch[0])),
         "mlp_grad": Program(jax.value_and_grad(_mlp_loss), (weights, *batch)),
@@ -64,11 +58,12 @@ def programs(scale: int = 1) -> dict[str, Program]:
         "sort": Program(_sort, (square,)),
         "cholesky": Program(_cholesky, (square,)),
         "random": Program(_random, (key, square)),
+        **_steps("narrow", _decoder_loss, narrow, tokens),
     }
 
 
 def _shape(*dimensions: int, dtype: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(dimensions, dtype)
+    return jax.ShapeDtypeStruct(dimensions, dtype)  # type: ignore[no-untyped-call]
 
 
 def _steps(
@@ -89,7 +84,19 @@ def _steps(
     }
 
 
-def _mlp(weights: Tree, x: jax.Array) -> jax.Array:
+def _decoder(width: int) -> Tree:
+    """Shapes of the parameters of a decoder with three blocks."""
+    f32 = partial(_shape, dtype=jnp.float32)
+    block = {
+        "qkv": f32(width, 3 * width),
+        "out": f32(width, width),
+        "up": f32(width, 4 * width),
+        "down": f32(4 * width, width),
+    }
+    return {"embedding": f32(512, width), "blocks": [block] * 3}
+
+
+def _mlp(weights: list[jax.Array], x: jax.Array) -> jax.Array:
     for each in weights[:-1]:
         x = jnp.tanh(x @ each)
     return x @ weights[-1]
@@ -115,7 +122,7 @@ def _rnn_loss(weights: Tree, xs: jax.Array) -> jax.Array:
         return h, h
 
     _, hs = jax.lax.scan(cell, jnp.zeros((xs.shape[1], len(weights[0]))), xs)
-    return jnp.mean(hs**2)
+    return jnp.mean(jnp.square(hs))
 
 
 def _block(block: Tree, x: jax.Array) -> jax.Array:
@@ -126,7 +133,7 @@ def _block(block: Tree, x: jax.Array) -> jax.Array:
     scores = jnp.where(jnp.tril(jnp.ones((length, length), bool)), scores, -1e9)
     mixed = jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores), v)
     x = x + mixed.reshape(rows, length, width) @ block["out"]
-    return x + jax.nn.gelu(x @ block["up"]) @ block["down"]
+    return jnp.add(x, jax.nn.gelu(x @ block["up"]) @ block["down"])
 
 
 def _decoder_loss(parameters: Tree, tokens: jax.Array, remat: bool = False) -> jax.Array:
@@ -134,14 +141,14 @@ def _decoder_loss(parameters: Tree, tokens: jax.Array, remat: bool = False) -> j
     for each in parameters["blocks"]:
         x = (jax.checkpoint(_block) if remat else _block)(each, x)
     logits = x @ parameters["embedding"].T
-    return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+    return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]))
 
 
 def _scan_layers(layers: jax.Array, x: jax.Array) -> jax.Array:
     def layer(x: jax.Array, weight: jax.Array) -> tuple[jax.Array, None]:
         return jnp.tanh(x @ weight) @ weight.T + x, None
 
-    return jax.lax.scan(jax.checkpoint(layer), x, layers)[0].sum()
+    return jnp.sum(jax.lax.scan(jax.checkpoint(layer), x, layers)[0])
 
 
 def _while_loop(x: jax.Array) -> jax.Array:

@@ -429,20 +429,18 @@ def _quiet() -> Iterator[None]:
 
 def _built(name: str, path: Path) -> Path:
     """The harness of a library, compiled now if it was not before."""
-    sources = {
-        each.name: each.read_bytes()
-        for each in resources.files("alloclab.validation").iterdir()
-        if each.name.endswith((".cc", ".h"))
-    }
     source = "tf_bfc.cc" if name.startswith("tf-") else "plugin_bfc.cc"
+    folder = resources.files("alloclab.validation")
+    sources = {
+        each: (folder / each).read_bytes() for each in (source, "bfc_harness.h", "fake_driver.h")
+    }
     flags = ["-std=c++17", "-O2", "-DNDEBUG", "-fPIC", "-shared", "-D_GLIBCXX_USE_CXX11_ABI=1"]
     link = ["-ldl"]
     if source == "tf_bfc.cc":
         # As TensorFlow itself was compiled; the headers are not ours to warn about.
         flags += ["-DEIGEN_MAX_ALIGN_BYTES=64", "-w", f"-I{path.parent / 'include'}"]
         link += [f"-L{path.parent}", f"-l:{path.name}", f"-Wl,-rpath,{path.parent}"]
-    used = [sources[source], sources["bfc_harness.h"], sources["fake_driver.h"]]
-    key = hashlib.sha256(repr((used, flags, link)).encode()).hexdigest()[:16]
+    key = hashlib.sha256(repr((sources, flags, link)).encode()).hexdigest()[:16]
     target = cache_dir() / "harness" / f"{Path(source).stem}-{key}.so"
     if not target.exists():
         _compile(name, sources, source, flags, link, target)

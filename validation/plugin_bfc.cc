@@ -74,8 +74,6 @@ struct Region {
   const uint64_t* handles;
 };
 
-constexpr uint64_t kInvalidHandle = ~uint64_t{0};
-
 // Has the virtual functions of tsl::SubAllocator in its order; the last one is new in 0.12.
 class SubAllocator {
  public:
@@ -205,18 +203,19 @@ class PluginBfc final : public alloclab::Bfc {
 
   std::vector<alloclab::Chunk> chunks() override {
     std::vector<alloclab::Chunk> rows;
-    const char* const* regions = vector(library_.layout.regions);
-    const char* const* chunks = vector(library_.layout.chunks);
-    const size_t region_bytes = library_.layout.region_bytes;
-    if ((regions[1] - regions[0]) % region_bytes != 0) return rows;
-    int64_t index = 0;
-    for (const char* each = regions[0]; each != regions[1]; each += region_bytes, ++index) {
-      uint64_t handle = reinterpret_cast<const Region*>(each)->handles[0];
-      while (handle != kInvalidHandle) {
+    const Layout& layout = library_.layout;
+    const Elements regions = elements(layout.regions, layout.region_bytes);
+    const Elements chunks = elements(layout.chunks, layout.chunk_bytes);
+    for (uint64_t i = 0; i < regions.count; ++i) {
+      const auto& region =
+          *reinterpret_cast<const Region*>(regions.begin + i * layout.region_bytes);
+      // What follows the last chunk is the handle ~0, which is no element.
+      for (uint64_t handle = region.handles[0]; handle < chunks.count;) {
         const auto& chunk =
-            *reinterpret_cast<const Chunk*>(chunks[0] + handle * library_.layout.chunk_bytes);
+            *reinterpret_cast<const Chunk*>(chunks.begin + handle * layout.chunk_bytes);
         const bool in_use = chunk.allocation_id != -1;
-        rows.push_back({index, driver.offset(chunk.address), static_cast<int64_t>(chunk.size),
+        rows.push_back({static_cast<int64_t>(i), driver.offset(chunk.address),
+                        static_cast<int64_t>(chunk.size),
                         in_use ? static_cast<int64_t>(chunk.requested_size) : 0, in_use, chunk.bin,
                         tag_of(chunk)});
         handle = chunk.next;
@@ -234,8 +233,19 @@ class PluginBfc final : public alloclab::Bfc {
   }
 
  private:
-  const char* const* vector(size_t at) const {
-    return reinterpret_cast<const char* const*>(object_ + at);
+  struct Elements {
+    const char* begin;
+    uint64_t count;
+  };
+  // Those of a std::vector; none if it cannot be one, so that a wrong layout is found by looking.
+  Elements elements(size_t at, size_t bytes) const {
+    uintptr_t words[3];  // begin, end, end of the room
+    std::memcpy(words, object_ + at, sizeof words);
+    const bool is_vector = words[0] <= words[1] && words[1] <= words[2] &&
+                           (words[1] - words[0]) % bytes == 0 &&
+                           (words[2] - words[0]) % bytes == 0;
+    return {reinterpret_cast<const char*>(words[0]),
+            is_vector ? (words[1] - words[0]) / bytes : 0};
   }
 
   int64_t tag_of(const Chunk& chunk) const {

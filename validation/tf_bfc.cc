@@ -45,7 +45,8 @@ using Inside = tsl::GPUBFCAllocatorPrivateMethodsTest;
 
 class SubAllocator final : public tsl::SubAllocator {
  public:
-  explicit SubAllocator(alloclab::FakeDriver& driver) : tsl::SubAllocator({}, {}), driver_(driver) {}
+  explicit SubAllocator(alloclab::FakeDriver& driver)
+      : tsl::SubAllocator({}, {}), driver_(driver) {}
   void* Alloc(size_t, size_t bytes, size_t* received) override {
     return driver_.alloc(bytes, received);
   }

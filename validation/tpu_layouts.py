@@ -11,7 +11,7 @@ Then says for how many of the cases `alloclab.simulator.layouts` gives the same.
 import argparse
 import csv
 import importlib.metadata
-import io
+import math
 import os
 import random
 import re
@@ -38,9 +38,11 @@ TOPOLOGIES = {
     "v7x": "tpu7x:2x2x1",
 }
 
-#: Of a TPU host with nobody to ask: no metadata server, no lock, one chip's worth of topology.
+#: jax on the CPU with 64-bit types, and libtpu as on a TPU host with nobody to ask: no metadata
+#: server, no lock, one chip's worth of topology.
 _ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu",
+    "JAX_ENABLE_X64": "1",
     "TPU_SKIP_MDS_QUERY": "1",
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
     "TPU_WORKER_HOSTNAMES": "localhost",
@@ -69,11 +71,12 @@ _FIXED = (
     (), (1, 1), (2, 1), (1, 5), (5, 1), (3, 2), (1000, 3), (3, 1000), (8, 5), (2, 5), (17, 129),
     (129, 17), (64, 64), (128, 128), (0, 3), (300, 200), (256, 300), (4096, 2050), (7, 5, 9),
     (16, 1280, 40), (5, 0, 7), (1, 1, 1), (16, 24, 128), (16, 8, 255), (3, 3, 64, 128),
-    (16, 33, 35, 3), (1, 128, 1, 128), (8388608, 8, 4), (524288, 512), (2, 3, 4, 5, 6),
+    (16, 33, 35, 3), (1, 128, 1, 128), (1048576, 8, 4), (65536, 512), (2, 3, 4, 5, 6),
 )  # fmt: skip
 _RANDOM = {2: 12, 3: 18, 4: 14, 5: 8, 6: 3}
 
-#: Parameters of one program, few enough for the smallest TPU's memory.
+#: Elements of a random shape, and parameters of one program: both fit the smallest TPU's memory.
+_MOST_ELEMENTS = 1 << 20
 _AT_ONCE = 60
 
 
@@ -129,11 +132,12 @@ def shapes() -> dict[str, list[tuple[int, ...]]]:
     chosen: dict[str, list[tuple[int, ...]]] = {}
     for number, (first, *others) in enumerate(_DTYPES):
         dice = random.Random(number)
-        drawn = [
-            tuple(dice.choice(_SIZES) for _ in range(rank))
-            for rank, count in _RANDOM.items()
-            for _ in range(count)
-        ]
+        drawn: list[tuple[int, ...]] = []
+        for rank, count in _RANDOM.items():
+            while sum(len(each) == rank for each in drawn) < count:
+                dims = tuple(dice.choice(_SIZES) for _ in range(rank))
+                if math.prod(dims) <= _MOST_ELEMENTS:
+                    drawn.append(dims)
         chosen[first] = list(dict.fromkeys((*_FIXED, *((n,) for n in _VECTORS), *drawn)))
         for other in others:
             chosen[other] = [*_FIXED[:12], *((n,) for n in _VECTORS[::3]), *drawn[::5]]
@@ -141,19 +145,16 @@ def shapes() -> dict[str, list[tuple[int, ...]]]:
 
 
 def compile_cases() -> list[LayoutCase]:
-    """Compile every shape for every TPU. Needs jax and libtpu; takes a minute or two.
+    """Compile every shape for every TPU, in a process that has not used jax before.
 
     Raises:
-        InputError: jax already runs on something else than the CPU, or there is no libtpu.
+        InputError: libtpu is not installed.
     """
-    os.environ |= _ENVIRONMENT
-    import jax
-
     try:
         importlib.metadata.version("libtpu")
     except importlib.metadata.PackageNotFoundError:
         raise InputError("no libtpu found: pip install libtpu, as old as this jax") from None
-    jax.config.update("jax_enable_x64", True)
+    os.environ |= _ENVIRONMENT
     from jax.experimental import topologies
 
     found: dict[tuple[str, str, int], list[str]] = {}
@@ -179,7 +180,10 @@ def _compile(
     from alloclab.simulator.assignment import read_assignment
 
     sharding = jax.sharding.SingleDeviceSharding(device)
-    arguments = [jax.ShapeDtypeStruct(each, jnp.dtype(dtype), sharding=sharding) for each in dims]
+    arguments = [
+        jax.ShapeDtypeStruct(each, jnp.dtype(dtype), sharding=sharding)  # type: ignore[no-untyped-call]
+        for each in dims
+    ]
     program = jax.jit(lambda *_: jnp.float32(0), keep_unused=True)
     with tempfile.TemporaryDirectory() as folder:
         compiled = (
@@ -199,8 +203,8 @@ def _compile(
     if len(parameters) != len(dims) or len(sizes) != len(dims):
         raise RuntimeError(f"{len(dims)} parameters went in, {len(parameters)} came out")
     for number, parameter in enumerate(parameters):
-        shape, layout = re.match(r"([^{]*)(.*)", str(parameter)).groups()  # type: ignore[union-attr]
-        yield shape, layout, sizes[number]
+        shape, brace, layout = str(parameter).partition("{")
+        yield shape, brace + layout, sizes[number]
 
 
 def write_cases(path: str | Path, cases: list[LayoutCase]) -> None:
@@ -208,15 +212,13 @@ def write_cases(path: str | Path, cases: list[LayoutCase]) -> None:
     versions = " ".join(
         f"{package} {importlib.metadata.version(package)}" for package in ("jax", "libtpu")
     )
-    table = io.StringIO()
-    table.write(f"# Parameters as compiled ahead of time by {versions}; remade by\n")
-    table.write("# python -m alloclab.validation.tpu_layouts\n")
-    rows = csv.writer(table, lineterminator="\n")
-    rows.writerow(["shape", "devices", "layout", "bytes"])
-    for case in cases:
-        rows.writerow([case.shape, " ".join(case.devices), case.layout, case.bytes])
-    with atomic_write(Path(path)) as temporary:
-        temporary.write_text(table.getvalue())
+    with atomic_write(path) as file:
+        file.write(f"# Parameters as compiled ahead of time by {versions}; remade by\n")
+        file.write("# python -m alloclab.validation.tpu_layouts\n")
+        rows = csv.writer(file, lineterminator="\n")
+        rows.writerow(["shape", "devices", "layout", "bytes"])
+        for case in cases:
+            rows.writerow([case.shape, " ".join(case.devices), case.layout, case.bytes])
 
 
 def main(arguments: list[str] | None = None) -> int:

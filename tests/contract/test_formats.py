@@ -1,6 +1,7 @@
 """What every form of trace file must do: give back what was saved, and notice any cut."""
 
 import dataclasses
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -77,3 +78,14 @@ def test_csv_keeps_all_events(tmp_path: Path, form: str, trace: RequestTrace) ->
 @examples
 def test_drawn_programs_are_valid(trace: ProgramTrace) -> None:
     check_program(trace)
+
+
+def test_the_examples_of_the_reference_load(tmp_path: Path) -> None:
+    page = Path(__file__).parents[2] / "docs" / "reference" / "trace-format.md"
+    blocks = re.findall(r"^```(jsonl|csv)\n(.*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE)
+    assert [form for form, _ in blocks] == ["jsonl", "csv", "jsonl"]
+    for form, text in blocks:
+        (tmp_path / "example").write_text(text)
+        trace = load_trace(tmp_path / "example")
+        save_trace(trace, tmp_path / f"again.{form}")
+        assert (tmp_path / f"again.{form}").read_text() == text

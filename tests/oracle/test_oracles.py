@@ -186,6 +186,26 @@ def test_of_equal_holes_the_version_decides(library: str, end: End, expected: li
         assert [pool.alloc(512, end=end), pool.alloc(512, end=end)] == expected
 
 
+@pytest.mark.parametrize(
+    ("library", "end", "taken"),
+    [
+        ("plugin-0.11.2", "lower", 768),
+        ("plugin-0.11.2", "upper", 512),
+        ("plugin-0.12.0.1", "lower", 512),
+        ("plugin-0.12.0.1", "upper", 768),
+    ],
+)
+def test_whether_a_hole_is_split_exactly_depends_on_the_end(
+    library: str, end: End, taken: int
+) -> None:
+    with real(library, 4096, spatial=True) as pool:
+        for size in (768, 768, 256):
+            pool.alloc(size, end=end)
+        pool.free(768 if end == "lower" else 4096 - 2 * 768)
+        pool.alloc(512, end=end)
+        assert pool.stats()["bytes_in_use"] == 768 + taken + 256
+
+
 @pytest.mark.parametrize("library", SPATIAL)
 def test_holes_belong_to_an_end_and_fall_back_into_the_gap(library: str) -> None:
     with real(library, 4096, spatial=True) as pool:

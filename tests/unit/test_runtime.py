@@ -16,7 +16,7 @@ from alloclab.policies.ideal import Ideal
 from alloclab.policies.units import GIB
 from alloclab.simulator.devices import load_device
 from alloclab.simulator.environment import read_environment
-from alloclab.simulator.program import ProgramTrace
+from alloclab.simulator.program import Aval, ProgramTrace
 from alloclab.simulator.replay import replay_requests
 from alloclab.simulator.requests import ALLOC, SPACES, RequestTrace
 from alloclab.simulator.runtime import Machine, Simulation, lower
@@ -82,6 +82,22 @@ USE = executable(
     1,
     cpu=assignment(("parameter", 500, {"parameter": 0}), ("output", 40, {"output": 0})),
 )
+
+#: One input, one output, some temp.
+WORK = executable(
+    "work",
+    1,
+    1,
+    cpu=assignment(
+        ("parameter", 512, {"parameter": 0}), ("output", 40, {"output": 0}), ("temp", 512)
+    ),
+)
+#: No input, one output, much temp.
+BIG = executable("big", 0, 1, cpu=assignment(("output", 512, {"output": 0}), ("temp", 2048)))
+
+
+#: Like `BIG` with less temp.
+SMALL = executable("small", 0, 1, cpu=assignment(("output", 512, {"output": 0}), ("temp", 1024)))
 
 
 # --- one execution ----------------------------------------------------------------------------
@@ -389,6 +405,23 @@ def test_reading_waits_for_the_dispatch_thread() -> None:
     assert times(lower(program.trace(), machine), "=read") == [23.0]
 
 
+def test_the_host_waits_for_a_launch_that_waits_for_memory() -> None:
+    """The second launch is due at 10, but its memory comes back at 30."""
+    program = Program()
+    (x,) = program.put(500)
+    program.get(x, takes=30)
+    program.drop(x)
+    program.run(WORK, program.put(64), [40], takes=10)
+    program.run(BIG, [], [512])
+    program.mark("later")
+    for late in (False, True):
+        machine = replace(GPU, blocking_reads=False, max_inflight=1, async_dispatch=late)
+        simulation = Simulation(program.trace(), machine, limited(Ideal, 2700)).run()
+        assert simulation.state.failure is None
+        assert times(simulation.trace(), "+temp 2048") == [30.0]
+        assert times(simulation.trace(), "=later") == [0.0 if late else 30.0]
+
+
 def test_the_environment_sets_the_machine() -> None:
     device = load_device("h100")
     plain = Machine.of(device, read_environment({}, "0.12.0.1"))
@@ -455,6 +488,36 @@ def test_on_chip_memory_of_a_tpu_is_no_request() -> None:
     program = Program()
     program.run(small, [], [300])
     assert story(lower(program.trace(), TPU).events()) == ["+output 300"]
+
+
+def test_buffers_of_a_tpu_are_padded() -> None:
+    """Those from the host, and results where the buffer assignment is another target's."""
+    shaped = (Aval((1000, 3), "float32"),)
+    both = executable(
+        "both", 0, 1, cpu=assignment(("output", 12000, {"output": 0})),
+        tpu_v5e=assignment(("output", 20480, {"output": 0})),
+    )  # fmt: skip
+    program = Program()
+    program.put(12000)
+    program.put(12000, space="pinned_host")
+    program.run(both, [], [12000])
+    trace = replace(program.trace(), avals=shaped)
+
+    def sizes(target: str) -> list[int]:
+        machine = replace(Machine.of(load_device("v5e")), target=target)
+        simulation = Simulation(trace, machine).run()
+        assert story(simulation.trace(0, "pinned_host").events()) == ["+argument 12000"]
+        found: list[int] = simulation.trace().size.tolist()
+        return found
+
+    assert sizes("tpu:v5e") == [16384, 20480]
+    assert sizes("tpu:v4") == [16384, 20480]  # the nearest is a TPU's
+    assert sizes("cpu") == [16384, 12000]
+    only_cpu = replace(trace, executables=(replace(both, targets={"cpu": both.targets["cpu"]}),))
+    machine = Machine.of(load_device("v5e"))
+    assert lower(only_cpu, machine).size.tolist() == [16384, 16384]
+    keys = replace(only_cpu, avals=(Aval((1000,), "key<fry>"),))
+    assert lower(keys, machine).size.tolist() == [12000, 12000]
 
 
 # --- targets and durations ----------------------------------------------------------------------
@@ -563,14 +626,17 @@ def test_a_tpu_frees_when_the_device_is_done() -> None:
 
 
 def test_a_tpu_waits_for_queued_deallocations_first() -> None:
+    """No program is evicted for what the device will give back."""
     program = Program()
-    (x,) = program.put(500)
-    program.run(USE, [x], [40], takes=10)
+    (x,) = program.put(512)
+    program.run(WORK, [x], [40], takes=10)
     program.drop(x)
-    program.put(501)
-    simulation = Simulation(program.trace(), TPU, limited(BestFit, 1000)).run()
+    program.put(512)
+    simulation = Simulation(program.trace(), TPU, limited(BestFit, 1280)).run()
     assert simulation.state.failure is None
-    assert times(simulation.trace(), "+argument 501") == [10.0]
+    trace = simulation.trace()
+    assert times(trace, "+argument 512") == [0.0, 10.0]
+    assert "-program 512" not in story(trace.events())
 
 
 def test_one_reservation_serves_all_loaded_programs() -> None:
@@ -591,34 +657,55 @@ def test_one_reservation_serves_all_loaded_programs() -> None:
     assert stats["bytes_limit"] == 4096
 
 
-BIG = executable("big", 0, 1, cpu=assignment(("output", 512, {"output": 0}), ("temp", 2048)))
-
-
 def test_loaded_programs_are_evicted_for_buffers() -> None:
     """Least recently used first; the reservation shrinks to what the others need, and the program
     is loaded again when it runs next."""
-    small = executable(
-        "small", 0, 1, cpu=assignment(("output", 512, {"output": 0}), ("temp", 1024))
-    )
     program = Program()
-    results = program.run(BIG, [], [512], takes=5) + program.run(small, [], [512], takes=5)
-    (x,) = program.put(1536)
+    results = []
+    for each in (SMALL, BIG, SMALL):
+        results += program.run(each, [], [512], takes=5)
+    (x,) = program.put(1024)
     program.drop(x, *results)
     program.run(BIG, [], [512])
-    simulation = Simulation(program.trace(), TPU, limited(BestFit, 4096)).run()
+    simulation = Simulation(program.trace(), TPU, limited(BestFit, 4352)).run()
     assert simulation.state.failure is None
     trace = simulation.trace()
     assert [each for each in story(trace.events()) if "output" not in each] == [
+        "+program 1024",
+        "-program 1024",
         "+program 2048",
         "-program 2048",
         "+program 1024",
-        "+argument 1536",
-        "-argument 1536",
+        "+argument 1024",
+        "-argument 1024",
         "-program 1024",
         "+program 2048",
     ]
-    assert times(trace, "+argument 1536") == [10.0]  # not while it is running
+    assert times(trace, "+argument 1024") == [15.0]  # not while they are running
     assert simulation.memory_stats()["peak_bytes_reserved"] == 2048
+    assert simulation.memory_stats()["bytes_reserved"] == 2048
+
+
+def test_what_eviction_frees_in_pieces_is_moved_together() -> None:
+    program = Program()
+    for each in (BIG, SMALL):
+        program.run(each, [], [512], takes=5)
+    program.put(1536)
+    simulation = Simulation(program.trace(), TPU, limited(BestFit, 4096)).run()
+    assert simulation.state.failure is None
+    assert times(simulation.trace(), "+argument 1536") == [10.0]
+    policy = simulation.state.pools[PoolKey(0, "device")].policy
+    assert policy is not None
+    assert policy.stats.bytes_moved > 0
+
+
+def test_the_last_program_can_be_evicted_too() -> None:
+    program = Program()
+    program.drop(*program.run(BIG, [], [512]))
+    program.put(4096)
+    simulation = Simulation(program.trace(), TPU, limited(BestFit, 4096)).run()
+    assert simulation.state.failure is None
+    assert simulation.memory_stats()["bytes_reserved"] == 0
 
 
 def test_a_program_that_is_launched_is_not_evicted() -> None:
@@ -633,28 +720,30 @@ def test_a_program_that_is_launched_is_not_evicted() -> None:
 
 def test_a_program_that_cannot_be_loaded_is_out_of_memory() -> None:
     program = Program()
-    program.put(2304)
+    program.run(SMALL, [], [512])
+    program.put(1792)
     program.run(BIG, [], [512])
     simulation = Simulation(program.trace(), TPU, limited(BestFit, 4096)).run()
     assert simulation.state.failure is not None
     assert simulation.state.failure.request.label == "program"
+    assert len(simulation.state.lanes[0].loaded) == 2  # to evict the smaller would not help
 
 
 def test_a_tpu_moves_buffers_together_when_free_memory_is_scattered() -> None:
     program = Program()
     buffers = program.put(*[1024] * 4)
-    program.run(MAKE, [], [512], takes=7)
+    program.run(WORK, [buffers[3]], [512], takes=7)
     program.drop(buffers[0], buffers[2])
     (x,) = program.put(2048)
     program.drop(*buffers[1::2], x)
     simulation = Simulation(program.trace(), TPU, limited(BestFit, 5120)).run()
     assert simulation.state.failure is None
     trace = simulation.trace()
+    assert "-program 512" not in story(trace.events())
     assert times(trace, "+argument 2048") == [7.0]  # after the device was idle
     policy = simulation.state.pools[PoolKey(0, "device")].policy
     assert policy is not None
-    assert policy.stats.bytes_moved == 1024 + 1024 + 512
-    assert policy.stats.bytes_in_use == 512
+    assert policy.stats.bytes_moved == 1024 + 1024  # the output's place was the best already
     # The trace holds the moves, so that it replays to the same placements.
     assert replay_requests(trace, BestFit(), limit=5120).oom is None
 
@@ -672,7 +761,7 @@ def test_a_gpu_does_not_move_buffers() -> None:
 
 
 def busy_program(seed: int) -> ProgramTrace:
-    """A random program on two devices with everything in it."""
+    """A random program on two devices with everything in it. `UPDATE` takes any buffer."""
     random = np.random.default_rng(seed)
     program = Program()
     alive: list[tuple[int, int]] = []  # buffer of 400 bytes, device
@@ -699,6 +788,12 @@ def busy_program(seed: int) -> ProgramTrace:
                 if donate:
                     alive.remove((x, device))
                 alive += [(each, device) for each in results]
+            case 3 if random.random() < 0.3:
+                for each in (0, 1):
+                    (y,) = program.run(
+                        MAKE, [], [500], device=each, takes=9.0, same_launch=each == 1
+                    )
+                    alive.append((y, each))
             case 3 if here:
                 program.get(here[0][0], device=device, takes=float(random.integers(20)))
             case 4 if here:
@@ -748,6 +843,7 @@ def test_stepping_running_and_branching_agree(seed: int, machine: Machine) -> No
             saved.append(stepped.save())
         count += 1
     assert contents(stepped) == contents(whole)
+    assert whole.state.row == len(program)
     for key, trace in stepped.traces().items():
         assert told[key] == list(trace.events())
     for branch in branches:
@@ -761,6 +857,31 @@ def test_stepping_running_and_branching_agree(seed: int, machine: Machine) -> No
         lane.reservation.row.size for lane in whole.state.lanes.values() if lane.reservation
     )
     assert live == sum(each.row.size for each in alive) + reserved
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 10**6), st.sampled_from(MACHINES), st.integers(2, 12))
+def test_stepping_and_running_agree_when_memory_is_short(
+    seed: int, machine: Machine, buffers: int
+) -> None:
+    program = busy_program(seed)
+
+    def fresh() -> Simulation:
+        policies: dict[PoolKey, Policy] = {
+            PoolKey(each, "device"): BestFit().start(512 * buffers)
+            for each in set(program.device.tolist())
+        }
+        return Simulation(program, machine, policies)
+
+    stepped, whole = fresh(), fresh().run()
+    count = 0
+    while stepped.step() is not None:
+        count += 1
+        if count % 20 == 0:
+            stepped = stepped.branch()
+    assert contents(stepped) == contents(whole)
+    assert stepped.state.failure == whole.state.failure
+    assert whole.state.failure is not None or whole.state.row == len(program)
 
 
 def test_a_branch_is_independent_and_can_run_on_another_machine() -> None:
