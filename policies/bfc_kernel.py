@@ -620,6 +620,7 @@ def replay(policy: "Bfc", columns: Columns) -> Outcome | None:
     """
     limit, driver, slots = policy.limit, policy.driver, columns.num_slots
     aligned = bool(_distinct(columns.alignment).max(initial=0) > MIN_ALLOCATION_SIZE)
+    any_collective = bool(columns.collective.any())
     # An allocation adds one chunk, or two where it must be aligned; a region adds one.
     records = np.empty(RECORD * ((2 if aligned else 1) * slots + MAX_REGIONS + 2), np.int32)
     if (
@@ -641,7 +642,7 @@ def replay(policy: "Bfc", columns: Columns) -> Outcome | None:
         columns.slot,
         columns.size,
         np.ascontiguousarray(columns.alignment) if aligned else NO_ALIGNMENTS,
-        columns.collective if columns.collective.any() else NO_COLLECTIVES,
+        np.ascontiguousarray(columns.collective) if any_collective else NO_COLLECTIVES,
         np.array([number[policy.ordinary], number[policy.collective]], np.int64),
         records,
         np.zeros(2 << END_BITS, np.int32),

@@ -430,7 +430,7 @@ class Simulation:
         """A launch has been made: if the host waits for it, it looks again."""
         if self.state.waiting:
             self.state.waiting = False
-            self.schedule(max(self.state.now, self.state.launched), "host")
+            self.schedule(self.state.now, "host")
 
     def _dispatch(self, device: int) -> None:
         """A device's dispatch thread makes the next launch of its queue, or waits for its turn."""
@@ -590,7 +590,7 @@ class Simulation:
         if storage is None:
             return
         storage.references -= 1
-        if not storage.references and storage.pool is not None:
+        if not storage.references:
             self.rules.gone(storage)
 
     def _copied(self, storage: Storage, staging: Storage | None) -> None:
