@@ -46,7 +46,7 @@ lint: install
 	$(BIN)/ruff format --check .
 	MYPYPATH=$(TREE) $(BIN)/mypy -p alloclab
 	MYPYPATH=$(TREE) $(BIN)/mypy tests examples benchmarks
-	$(BIN)/lint-imports
+	cd $(TREE) && ../../$(BIN)/lint-imports --config ../../pyproject.toml
 
 # Without a network the oracle tests are skipped; they say how to get the libraries.
 oracles: install
@@ -71,7 +71,8 @@ test-slow: install oracles
 	$(BIN)/pytest -m slow
 
 bench: install oracles
-	@for each in benchmarks/*.py; do $(BIN)/python $$each || exit 1; done
+	@for each in $(filter-out traces,$(basename $(notdir $(wildcard benchmarks/*.py)))); do \
+	  echo "== $$each"; $(BIN)/python -m benchmarks.$$each || exit 1; done
 
 clean:
 	rm -rf build dist *.egg-info demo-out

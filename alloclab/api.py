@@ -8,14 +8,11 @@ from alloclab.policies.base import Driver, Policy
 from alloclab.policies.registry import parse_policy
 from alloclab.policies.units import parse_size
 from alloclab.simulator.devices import Device, bytes_limit, load_device
-from alloclab.simulator.environment import AllocatorEnvironment, read_environment
+from alloclab.simulator.environment import NEWEST_JAX, AllocatorEnvironment, read_environment
 from alloclab.simulator.program import ProgramTrace
 from alloclab.simulator.replay import ReplayResult, replay_requests
 from alloclab.simulator.requests import RequestTrace
 from alloclab.simulator.trace_files import load_trace
-
-#: The jax whose rules apply where none is named.
-NEWEST_JAX = "0.12.0.1"
 
 AnyTrace = RequestTrace | ProgramTrace | str | Path
 
@@ -87,7 +84,7 @@ def replays(
                 requests,
                 policy,
                 limit=size,
-                device=device and device.name,
+                device=None if device is None else device.name,
                 driver=driver,
                 search_limit=search_limit,
             )
@@ -107,4 +104,6 @@ def requests_on(
 
 def policy_defaults(settings: AllocatorEnvironment, jax: str) -> dict[str, str]:
     """Policy options that follow from the jax version and the environment."""
-    return {"jax": jax, "growth": "false" if settings.preallocate else "true"}
+    growth = "false" if settings.preallocate else "true"
+    flavour = "classic" if settings.flavour == "classic" else "auto"
+    return {"jax": jax, "growth": growth, "flavour": flavour}

@@ -158,6 +158,40 @@ def plot(**options: Any) -> int:
 
 
 @cli.command()
+@click.option(
+    "--tier",
+    "tiers",
+    multiple=True,
+    help="bfc: the real allocator code; runtime: the real CPU runtime. Default: all.",
+)
+@click.option(
+    "--configurations",
+    default=300,
+    show_default=True,
+    type=click.IntRange(1),
+    help="Random pools and traces per real allocator and flavour.",
+)
+@click.option("--seed", default=0, show_default=True, help="Of the random pools.")
+@click.option(
+    "--trace",
+    "traces",
+    multiple=True,
+    type=click.Path(path_type=Path),
+    help="Also replay this trace through every real allocator.",
+)
+@json_option
+def validate(**options: Any) -> int:
+    """Compare predictions with real allocators and the real runtime.
+
+    Exit code 1 if anything differs. The libraries come with: python -m
+    alloclab.validation.oracle_fetch
+    """
+    from alloclab.commands import run_validate
+
+    return run_validate(**options)
+
+
+@cli.command()
 @json_option
 def policies(as_json: bool) -> int:
     """List the allocator policies and their options."""

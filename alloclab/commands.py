@@ -7,19 +7,19 @@ import sys
 import traceback
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
-from alloclab.api import NEWEST_JAX, policy_defaults, replays
+from alloclab.api import policy_defaults, replays, requests_on
 from alloclab.cli import NO, emit
 from alloclab.policies.base import Policy
 from alloclab.policies.errors import InputError
 from alloclab.policies.registry import known_policies, parse_policies
 from alloclab.policies.units import format_size, parse_size
 from alloclab.simulator.atomic import atomic_write
-from alloclab.simulator.devices import Device, load_device
-from alloclab.simulator.environment import AllocatorEnvironment, read_environment
+from alloclab.simulator.devices import Device, bytes_limit, known_devices, load_device
+from alloclab.simulator.environment import NEWEST_JAX, AllocatorEnvironment, read_environment
 from alloclab.simulator.replay import ReplayResult
 from alloclab.simulator.trace_files import load_trace, save_trace
 
@@ -93,6 +93,11 @@ def run_replay(
         for note in setup.settings.notes:
             click.echo(f"note: {note}")
     return NO if any(each.oom for each in results) else 0
+
+
+if TYPE_CHECKING:
+    from alloclab.simulator.plot_style import XAxis
+    from alloclab.simulator.plots import Kind
 
 
 class _Setup(NamedTuple):
@@ -215,8 +220,8 @@ def run_plot(
     policies: str,
     device: str | None,
     limit: str | None,
-    kind: str,
-    x_axis: str,
+    kind: "Kind",
+    x_axis: "XAxis",
     jax_version: str | None,
     as_json: bool,
 ) -> int:
@@ -231,6 +236,33 @@ def run_plot(
     else:
         click.echo(f"{output}")
     return 0
+
+
+def run_validate(
+    tiers: Sequence[str], configurations: int, seed: int, traces: Sequence[Path], as_json: bool
+) -> int:
+    """Compare predictions with the real thing and print a row per quantity."""
+    from alloclab.validation.tiers import TIERS, run_tiers
+
+    unknown = [each for each in tiers if each not in TIERS]
+    if unknown:
+        raise InputError(f"--tier {unknown[0]}: unknown; known: {', '.join(TIERS)}")
+    settings = read_environment({}, NEWEST_JAX)
+    requests = [requests_on(load_trace(path), None, settings) for path in traces]
+    with _status("validating"):
+        rows, missing = run_tiers(tiers or tuple(TIERS), configurations, seed, requests)
+    if as_json:
+        emit({"rows": rows, "not_measured": missing})
+    else:
+        names = ["tier", "source", "scenario", "quantity", "predicted", "actual", "error"]
+        _print_table(names, [[str(row[name]) for name in names] for row in rows], range(4, 7))
+        for name, why in missing.items():
+            click.echo(f"not measured: {name}: {why}")
+        differ = sum(bool(row["error"]) for row in rows)
+        click.echo(f"{len(rows)} rows, {differ} with an error")
+    if not rows:
+        raise InputError("validate: nothing could be measured; see above for what is missing")
+    return NO if any(row["error"] for row in rows) else 0
 
 
 def list_policies(*, as_json: bool) -> int:

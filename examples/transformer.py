@@ -20,7 +20,7 @@ VOCABULARY = 512
 def initialise(key: jax.Array, layers: int, width: int) -> Parameters:
     """Parameters of a decoder with ``layers`` blocks of ``width`` channels."""
 
-    def matrix(key: jax.Array, rows: int, columns: int) -> jax.Array:
+    def matrix(key: jax.Array, rows: int, columns: int) -> Any:
         return jax.random.normal(key, (rows, columns)) / rows**0.5
 
     keys = iter(jax.random.split(key, 4 * layers + 2))
@@ -43,7 +43,7 @@ def normalise(x: jax.Array) -> jax.Array:
     return x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6)
 
 
-def attention(block: Parameters, x: jax.Array, heads: int) -> jax.Array:
+def attention(block: Parameters, x: jax.Array, heads: int) -> Any:
     batch, length, width = x.shape
     q, k, v = jnp.split(x @ block["qkv"], 3, -1)
     q, k, v = (each.reshape(batch, length, heads, width // heads) for each in (q, k, v))
@@ -53,7 +53,7 @@ def attention(block: Parameters, x: jax.Array, heads: int) -> jax.Array:
     return jnp.einsum("bhqk,bkhd->bqhd", weights, v).reshape(x.shape) @ block["out"]
 
 
-def loss(parameters: Parameters, tokens: jax.Array, heads: int) -> jax.Array:
+def loss(parameters: Parameters, tokens: jax.Array, heads: int) -> Any:
     """Mean cross entropy of each next token; tokens are int32[batch, length + 1]."""
     x = parameters["embedding"][tokens[:, :-1]]
     for block in parameters["blocks"]:

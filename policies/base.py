@@ -299,21 +299,26 @@ class Policy:
         return self._take(size, self._spans[-1][1], joined=True)
 
     def give_back(self, start: int) -> None:
-        """Return the region that `reserve` gave at ``start`` to the driver."""
+        """Return the region that `reserve` gave at ``start`` to the driver, with all extensions."""
         if start not in self._region_at:
             raise PolicyError(f"{self}: gives back a region at {start} that it does not hold")
-        index = self._region_at.pop(start)
-        region = self.regions[index]
         span = bisect_left(self._spans, [start])
+        end = self._spans[span][1]
         first = bisect_left(self._starts, start)
-        last = bisect_left(self._starts, self._spans[span][1])
+        last = bisect_left(self._starts, end)
         if not self._ends.keys().isdisjoint(self._starts[first:last]):
             raise PolicyError(f"{self}: gives back the region at {start} with live allocations")
         del self._spans[span]
         self._span = [0, 0]
-        self.regions[index] = region._replace(given_back=self.event)
+        index = self._region_at.pop(start)
+        while start < end:
+            region = self.regions[index]
+            if region.start == start and region.given_back < 0:
+                self.regions[index] = region._replace(given_back=self.event)
+                self.stats.pool_bytes -= region.size
+                start += region.size
+            index += 1
         self.stats.driver_calls += 1
-        self.stats.pool_bytes -= region.size
 
     def _take(self, size: int, start: int, *, joined: bool) -> int | None:
         stats = self.stats

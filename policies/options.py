@@ -70,7 +70,7 @@ def option(
     """Declare an option of a policy class; the attribute then holds its value.
 
     >>> from alloclab.policies.base import Policy
-    >>> class Padded(Policy, abstract=True):
+    >>> class Padded(Policy):
     ...     padding: int = option(256, "bytes added to each request", is_size=True)
     >>> Padded.options["padding"].default
     256

@@ -12,11 +12,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from alloclab.scenarios.recorder import _SPACE_OF_KIND, Placed, Recorder
+from alloclab.scenarios.recorder import SPACE_OF_KIND, Placed, Recorder
 from alloclab.simulator.program import (
     EXECUTE,
     TRANSFER_IN,
     TRANSFER_OUT,
+    Allocation,
     Aval,
     BufferAssignment,
     Executable,
@@ -26,8 +27,8 @@ from alloclab.simulator.program import (
 class _Launch(NamedTuple):
     """What every call of one executable shares."""
 
-    executable: Any  # kept, so that its id stays its own
-    index: int
+    replicated: Any  # kept, so that its id stays its own
+    number: int
     aliases: tuple[tuple[int, int], ...]  # (parameter, output) that share memory
     results: tuple[Placed, ...]
 
@@ -119,9 +120,7 @@ class Hooks:
     def record(self, replicated: Any, arrays: list[Any], out: list[Any], began: float) -> None:
         """Append an execution; arrays never seen before came to the device just now."""
         recorder = self.recorder
-        operands = tuple(
-            recorder.buffers_of(each) or self.arrived(each, began) for each in arrays
-        )
+        operands = tuple(recorder.buffers_of(each) or self.arrived(each, began) for each in arrays)
         launch = self.launches.get(id(replicated)) or self.launch(replicated, arrays, out)
         taken = {}
         donated = [False] * len(operands)
@@ -143,7 +142,7 @@ class Hooks:
         recorder.add(
             EXECUTE,
             began=began,
-            executable=launch.index,
+            executable=launch.number,
             operands=operands,
             donated=tuple(donated),
             results=tuple(results),
@@ -209,14 +208,14 @@ class Hooks:
             items *= each
         devices = tuple(device.id for device in sharding._device_assignment)
         bits = _bits(array.dtype)
-        space = _SPACE_OF_KIND.get(sharding.memory_kind or "", 0)
+        space = SPACE_OF_KIND.get(sharding.memory_kind or "", 0)
         return Placed(Aval(shape, str(array.dtype)), (items * bits + 7) // 8, devices, space)
 
     def arrived(self, array: Any, began: float | None = None) -> tuple[int, ...]:
         """The buffers of an array seen for the first time: new ones, or those of another array."""
         recorder = self.recorder
         here = _pointers(array)
-        known = {}
+        known: dict[tuple[int, int], int] = {}
         for tracked in list(recorder.arrays.values()):
             other = tracked()
             if other is not None and other.nbytes == array.nbytes and not other.is_deleted():
@@ -335,14 +334,13 @@ def _costs(executable: Any) -> dict[str, float]:
 
 def _without_tokens(assignment: BufferAssignment, tokens: int) -> BufferAssignment:
     """Parameters and outputs counted without the tokens of ordered effects, which come first."""
-    counted = []
-    for each in assignment.allocations:
-        if each.parameter is not None:
-            if each.parameter < tokens:  # no memory, and not the caller's: as good as a constant
-                each = replace(each, kind="constant", parameter=None, output=None)
-            else:
-                each = replace(each, parameter=each.parameter - tokens)
-        if each.output is not None:
-            each = replace(each, output=each.output - tokens if each.output >= tokens else None)
-        counted.append(each)
-    return replace(assignment, allocations=tuple(counted))
+
+    def count(each: Allocation) -> Allocation:
+        output = None if each.output is None or each.output < tokens else each.output - tokens
+        if each.parameter is None:
+            return replace(each, output=output)
+        if each.parameter < tokens:  # no memory, and not the caller's: as good as a constant
+            return replace(each, kind="constant", parameter=None, output=None)
+        return replace(each, parameter=each.parameter - tokens, output=output)
+
+    return replace(assignment, allocations=tuple(map(count, assignment.allocations)))

@@ -22,8 +22,6 @@ from alloclab.simulator.program import (
     EXECUTE,
     MARK,
     RELEASE,
-    TRANSFER_IN,
-    TRANSFER_OUT,
     Aval,
     BufferAssignment,
     Executable,
@@ -32,7 +30,7 @@ from alloclab.simulator.program import (
 from alloclab.simulator.requests import SPACES
 
 #: Memory kinds of JAX that are not ordinary device memory.
-_SPACE_OF_KIND = {"pinned_host": SPACES.index("pinned_host")}
+SPACE_OF_KIND = {"pinned_host": SPACES.index("pinned_host")}
 
 
 class Placed(NamedTuple):

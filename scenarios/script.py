@@ -33,7 +33,10 @@ def capture_script(
         stack.enter_context(_as_main(path, args))
         runs: list[Capture] = []
         recording = stack.enter_context(ExitStack())
-        start = lambda: runs.append(recording.enter_context(capture(path.stem)))  # noqa: E731
+
+        def start() -> None:
+            runs.append(recording.enter_context(capture(path.stem)))
+
         if "jax" in sys.modules:
             start()
         else:
@@ -42,7 +45,7 @@ def capture_script(
             runpy.run_path(str(path), run_name="__main__")
         except SystemExit as exit_:
             error = None if exit_.code in (None, 0) else exit_
-        except BaseException as raised:  # noqa: BLE001  reported to the caller with the trace
+        except BaseException as raised:
             error = raised
         if not runs:
             start()

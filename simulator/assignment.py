@@ -104,28 +104,28 @@ def _output_leaves(hlo: Any) -> dict[int, int | None]:
 
 
 def _buffer_at(
-    id: int,
+    at: int,
     index: tuple[int, ...],
     instructions: dict[int, Any],
     computations: dict[int, Any],
     defined: dict[tuple[int, tuple[int, ...]], int],
 ) -> int | None:
     """The logical buffer at an instruction's shape index, through what only passes it on."""
-    while (id, index) not in defined:
-        instruction = instructions[id]
+    while (at, index) not in defined:
+        instruction = instructions[at]
         operands = instruction.operand_ids
         match instruction.opcode:
             case "tuple" if index and index[0] < len(operands):
-                id, index = operands[index[0]], index[1:]
+                at, index = operands[index[0]], index[1:]
             case "get-tuple-element":
-                id, index = operands[0], (instruction.tuple_index, *index)
+                at, index = operands[0], (instruction.tuple_index, *index)
             case "bitcast" | "while" | "optimization-barrier" | "add-dependency" | "copy-done":
-                id = operands[0]
+                at = operands[0]
             case "call":
-                id = computations[instruction.called_computation_ids[0]].root_id
+                at = computations[instruction.called_computation_ids[0]].root_id
             case _:
                 return None
-    return defined[id, index]
+    return defined[at, index]
 
 
 def _values(dumped: Any, names: dict[int, str]) -> tuple[Values, int]:

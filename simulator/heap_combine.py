@@ -38,11 +38,11 @@ class HeapRule:
 #: kXlaAllocatedBufferAlignBytes (xla/service/gpu/gpu_constants.h). Both for every color.
 _RULES = {"cpu": HeapRule(64), "cuda": HeapRule(256)}
 
-#: Not published; found from dumps of libtpu 0.0.42.1. Color 0 is HBM, 2 holds values of 4 bytes
-#: (semaphores), 6 whole tiles of scalars. libtpu names HBM's FAST_MERGE_WITH_FALLBACK
-#: (xla.buffer_assignment.BufferAssignmentAlgorithmProto). It falls back where less than 2.5 GiB
-#: would be left: on a v5e between 14,225,074,688 and 14,225,172,992 bytes of 16,909,336,576
-#: (which hold 190,464 bytes of padding that are not yet there when it decides), on a v3 between
+#: Not published; found from dumps of libtpu 0.0.42.1 and 0.0.50.1. Color 0 is HBM, 2 holds values
+#: of 4 bytes (semaphores), 6 whole tiles of scalars. HBM's algorithm is FAST_MERGE_WITH_FALLBACK in
+#: xla.buffer_assignment.BufferAssignmentAlgorithmProto. It falls back where less than 2.5 GiB would
+#: be left: on a v5e between 14,225,074,688 and 14,225,172,992 bytes of 16,909,336,576
+#: (which hold 190,464 bytes of padding that are not there yet when it decides), on a v3 between
 #: 13,935,023,104 and 13,941,314,560 of 16,624,123,904, on a v5p between 93.10 and 93.25 GiB of
 #: 95.73. In every fallback seen ``spatial`` was the better of the two.
 _TPU_RULES = {

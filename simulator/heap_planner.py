@@ -3,8 +3,8 @@
 XLA simulates a heap over the scheduled module, then places whole live ranges (offline, not in the
 order of the requests). The rules here are those of openxla/xla, xla/service/heap_simulator/
 (heap_simulator.cc, free_chunks_manager.cc) and xla/service/buffer_assignment.cc
-(AssignBuffersWithSequentialOrdering), as compiled into jaxlib 0.10.2, the CUDA plugin 0.10.2 and
-libtpu 0.0.42.1, and checked against their dumps.
+(AssignBuffersWithSequentialOrdering), as compiled into jaxlib and the CUDA plugin 0.10.2 and
+0.12.0.1 and libtpu 0.0.42.1 and 0.0.50.1, and checked against their dumps.
 """
 
 import heapq

@@ -46,11 +46,16 @@ class ReplayResult:
     """
 
     trace: RequestTrace
-    policy: str
+    rules: Policy
     device: str | None
     limit: int | None
     outcome: Outcome
     min_limit_bytes: int | None = None
+
+    @property
+    def policy(self) -> str:
+        """The policy as it is written on the command line."""
+        return str(self.rules)
 
     @property
     def placements(self) -> Int64s:
@@ -105,7 +110,7 @@ class ReplayResult:
         # allocation starts or its piece ends: in address order the two lists pair up.
         first = np.sort(np.concatenate([starts, used + self.outcome.taken[alive]]))
         last = np.sort(np.concatenate([used, starts + sizes]))
-        blocks = last - first
+        blocks: Int64s = last - first
         return blocks[blocks > 0]
 
     def live_at(self, event: int) -> Int64s:
@@ -174,22 +179,8 @@ class ReplayResult:
 
     def memory_stats(self) -> dict[str, int]:
         """What `jax.Device.memory_stats` would say at the end, under its keys, in bytes."""
-        stats = self.stats
-        limit = {} if self.limit is None else {"bytes_limit": self.limit}
-        return {
-            "num_allocs": stats.num_allocs,
-            "bytes_in_use": stats.bytes_in_use,
-            "peak_bytes_in_use": stats.peak_bytes_in_use,
-            "largest_alloc_size": stats.largest_alloc_size,
-            **limit,
-            "bytes_reserved": 0,
-            "peak_bytes_reserved": 0,
-            "largest_free_block_bytes": self.largest_free(len(self.trace) - 1)
-            if len(self.trace)
-            else 0,
-            "pool_bytes": stats.pool_bytes,
-            "peak_pool_bytes": stats.peak_pool_bytes,
-        }
+        largest = self.largest_free(len(self.trace) - 1) if len(self.trace) else 0
+        return self.rules.memory_stats(self.stats, self.limit, largest)
 
     def to_json(self) -> dict[str, Any]:
         """The result under the keys of the command line's contract."""
@@ -230,12 +221,12 @@ def replay_requests(
     >>> trace = RequestTrace.from_arrays([1, 1, 0, 1], [0, 1, 0, 2], [300, 300, 0, 200])
     >>> result = replay_requests(trace, Ideal(), limit=500)
     >>> result.placements.tolist(), result.oom.cause, result.min_limit_bytes
-    ([0, -1, 512], 'capacity', 600)
+    ([0, -1, 320], 'capacity', 600)
     """
     if limit is None and not policy.works_unlimited:
         raise InputError(f"policy {policy}: needs a limit; give --limit SIZE or a --device")
     outcome = _run(policy, trace, limit, driver)
-    result = ReplayResult(trace, str(policy), device, limit, outcome)
+    result = ReplayResult(trace, policy, device, limit, outcome)
     if not search_limit:
         return result
     return replace(result, min_limit_bytes=_min_limit(trace, policy, result))

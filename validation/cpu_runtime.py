@@ -23,13 +23,10 @@ from alloclab.simulator.program import EXECUTE
 from alloclab.simulator.requests import ALLOC
 from alloclab.simulator.runtime import lower
 from alloclab.simulator.runtime_plan import Machine
+from alloclab.validation.oracle_fetch import OracleUnavailable
 
 #: Room for the sizes of one execution; as in memalign_shim.c.
 _ROOM = 1 << 16
-
-
-class OracleUnavailable(RuntimeError):
-    """The shim cannot be built here; the message says what is missing."""
 
 
 class Execution(NamedTuple):

@@ -122,9 +122,7 @@ def compile_heaps(program: "Program", target: str, name: str = "") -> HeapDump:
         device = topologies.get_topology_desc(**chosen.topology).devices[0]
         sharding = jax.sharding.SingleDeviceSharding(device)
         arguments = jax.tree.map(
-            lambda each: jax.ShapeDtypeStruct(  # type: ignore[no-untyped-call]
-                each.shape, each.dtype, sharding=sharding
-            ),
+            lambda each: jax.ShapeDtypeStruct(each.shape, each.dtype, sharding=sharding),
             arguments,
         )
     traced = jax.jit(program.function, donate_argnums=program.donated).trace(*arguments)

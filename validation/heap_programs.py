@@ -63,7 +63,7 @@ def programs(scale: int = 1) -> dict[str, Program]:
 
 
 def _shape(*dimensions: int, dtype: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(dimensions, dtype)  # type: ignore[no-untyped-call]
+    return jax.ShapeDtypeStruct(dimensions, dtype)
 
 
 def _steps(

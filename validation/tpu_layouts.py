@@ -180,10 +180,7 @@ def _compile(
     from alloclab.simulator.assignment import read_assignment
 
     sharding = jax.sharding.SingleDeviceSharding(device)
-    arguments = [
-        jax.ShapeDtypeStruct(each, jnp.dtype(dtype), sharding=sharding)  # type: ignore[no-untyped-call]
-        for each in dims
-    ]
+    arguments = [jax.ShapeDtypeStruct(each, jnp.dtype(dtype), sharding=sharding) for each in dims]
     program = jax.jit(lambda *_: jnp.float32(0), keep_unused=True)
     with tempfile.TemporaryDirectory() as folder:
         compiled = (

@@ -37,15 +37,15 @@ def rows(trace: ProgramTrace, kind: int) -> np.ndarray:
     return np.flatnonzero(trace.kind == kind)
 
 
-def operands(trace: ProgramTrace, row: int) -> list[int]:
+def operands(trace: ProgramTrace, row: int) -> Any:
     return trace.operands[trace.operand_start[row] : trace.operand_start[row + 1]].tolist()
 
 
-def results(trace: ProgramTrace, row: int) -> list[int]:
+def results(trace: ProgramTrace, row: int) -> Any:
     return trace.results[trace.result_start[row] : trace.result_start[row + 1]].tolist()
 
 
-def donated(trace: ProgramTrace, row: int) -> list[bool]:
+def donated(trace: ProgramTrace, row: int) -> Any:
     return trace.donated[trace.operand_start[row] : trace.operand_start[row + 1]].tolist()
 
 
@@ -233,7 +233,7 @@ def test_training_is_the_same_bits_and_leaks_nothing() -> None:
         w = jax.random.normal(jax.random.key(0), (32, 32))
         state = optimiser.init(w)
 
-        @jax.jit
+        @jax.jit  # type: ignore[untyped-decorator]
         def step(w: Any, state: Any, x: Any) -> Any:
             value, gradient = jax.value_and_grad(lambda w: jnp.tanh(x @ w).mean())(w)
             updates, state = optimiser.update(gradient, state, w)

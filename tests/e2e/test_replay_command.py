@@ -48,7 +48,7 @@ def test_replay_for_people(alloclab: Alloclab, comb: Path) -> None:
 
 def test_placements(alloclab: Alloclab, comb: Path, tmp_path: Path) -> None:
     file = tmp_path / "placed.csv"
-    ran = alloclab("replay", comb, "--limit", "64KiB", "--placements", file)
+    ran = alloclab("replay", comb, "--jax", "0.10.2", "--limit", "64KiB", "--placements", file)
     assert ran.code == 1
     rows = list(csv.reader(file.open()))
     assert rows[0] == ["id", "offset"]

@@ -2,7 +2,8 @@
 
 import pytest
 
-from alloclab.validation.cpu_runtime import OracleUnavailable, observe
+from alloclab.validation.cpu_runtime import observe
+from alloclab.validation.oracle_fetch import OracleUnavailable
 
 pytestmark = pytest.mark.jax
 pytest.importorskip("optax")

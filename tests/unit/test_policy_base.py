@@ -112,6 +112,15 @@ def test_an_allocation_lies_in_one_region_unless_it_was_extended() -> None:
     assert joined.allocate(Request(100)) == (4032, 128)
 
 
+def test_a_region_goes_back_with_its_extensions() -> None:
+    policy = Scripted().start(limit=1 << 20)
+    policy.extend(100)
+    assert policy.stats.pool_bytes == 4196
+    policy.give_back(0)
+    assert policy.stats.pool_bytes == 0
+    assert [each.given_back for each in policy.regions] == [0, 0]
+
+
 def test_a_name_belongs_to_one_class() -> None:
     assert Ideal.name == "ideal"
     with pytest.raises(PolicyError, match="already registered"):

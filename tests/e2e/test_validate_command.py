@@ -1,0 +1,26 @@
+"""alloclab validate."""
+
+from alloclab.validation.oracle_fetch import OracleUnavailable, library
+from tests.e2e.conftest import Alloclab
+
+
+def test_the_bfc_tier(alloclab: Alloclab) -> None:
+    ran = alloclab("validate", "--tier", "bfc", "--configurations", "3", "--json")
+    try:
+        library("tf-2.21.0")
+    except OracleUnavailable as error:
+        assert ran.code == 2
+        assert str(error).split(":", maxsplit=1)[0]
+        return
+    assert ran.code == 0, ran.err
+    rows = ran.json["rows"]
+    keys = {"tier", "scenario", "quantity", "predicted", "actual", "error"}
+    assert all(keys <= row.keys() for row in rows)
+    assert sum(row["error"] for row in rows) == 0
+    assert {row["tier"] for row in rows} == {"bfc"}
+
+
+def test_an_unknown_tier(alloclab: Alloclab) -> None:
+    ran = alloclab("validate", "--tier", "hearsay")
+    assert ran.code == 2
+    assert "known: bfc, runtime" in ran.err
