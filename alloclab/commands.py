@@ -151,10 +151,21 @@ def _write_placements(result: ReplayResult, path: Path) -> None:
 
 
 def _print_replays(results: Sequence[ReplayResult]) -> None:
-    for trace in {id(each.trace): each.trace for each in results}.values():
+    headings, estimated = {}, {}
+    for each in results:
+        trace = each.trace
+        name, _, estimate = trace.name.partition(" (estimate: ")
+        headings[
+            f"{name.partition(' on ')[0] or 'trace'}: {trace.num_allocs} allocations in "
+            f"{len(trace)} events, at most {format_size(trace.lower_bound_bytes)} live at once"
+        ] = None
+        if estimate:
+            estimated[each.device or "the device"] = None
+    click.echo("\n".join(headings))
+    if estimated:
         click.echo(
-            f"{trace.name or 'trace'}: {trace.num_allocs} allocations in {len(trace)} events, "
-            f"at most {format_size(trace.lower_bound_bytes)} live at once"
+            f"an estimate for {', '.join(estimated)}: the trace has no buffer assignment compiled "
+            "for it, so the captured one is used"
         )
     rows = []
     for each in results:

@@ -3,12 +3,13 @@
 Runs the command line as a user would type it; everything it prints and draws is made now.
 """
 
+import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
-HERE = Path(__file__).parent
+HERE = Path(os.path.relpath(Path(__file__).parent))
 OUT = Path("demo-out")
 POLICIES = "bfc,best_fit,first_fit,ideal"
 DEVICES = f"{HERE / 'pocket.toml'},t4,h100"
