@@ -21,13 +21,17 @@ from alloclab.simulator.atomic import atomic_write
 from alloclab.simulator.devices import Device, bytes_limit, known_devices, load_device
 from alloclab.simulator.environment import NEWEST_JAX, AllocatorEnvironment, read_environment
 from alloclab.simulator.replay import ReplayResult
-from alloclab.simulator.trace_files import load_trace, save_trace
+from alloclab.simulator.trace_files import form_of, load_trace, save_trace
 
 
 def run_capture(script: Path, args: Sequence[str], output: Path, *, as_json: bool) -> int:
     """Record a script's program trace; the script's own error is shown after saving it."""
     from alloclab.scenarios.script import capture_script
 
+    if form_of(output)[0] == ".csv":  # found out now, not after the run
+        raise InputError(f"{output}: CSV holds request traces only; use .jsonl or .parquet")
+    if not output.resolve().parent.is_dir():
+        raise InputError(f"{output}: there is no folder {output.parent}")
     with _stdout_to_stderr(as_json):
         trace, error = capture_script(script, args)
         if error is not None:
@@ -118,6 +122,11 @@ def _setup(
 ) -> _Setup:
     jax = jax_version or NEWEST_JAX
     settings = read_environment(_variables(variables), jax)
+    if settings.allocator not in known_policies():
+        raise InputError(
+            f"--env XLA_PYTHON_CLIENT_ALLOCATOR={settings.allocator}: no policy models it; "
+            f"known policies: {', '.join(sorted(known_policies()))}"
+        )
     return _Setup(
         parse_policies(policies, policy_defaults(settings, jax)),
         [load_device(name.strip()) for name in devices.split(",")] if devices else [None],

@@ -74,6 +74,26 @@ def _load_text(path: Path, lines: Lines, head: bytes) -> RequestTrace | ProgramT
     return read_csv(first, lines)
 
 
+def form_of(path: Path) -> tuple[str, str]:
+    """The form (``.jsonl``, ``.parquet``, ``.csv``) and compression that a file's name asks for.
+
+    Raises:
+        InputError: the name says neither.
+
+    >>> form_of(Path("run.jsonl.zst"))
+    ('.jsonl', '.zst')
+    """
+    name = path.name.lower()
+    compression = next((each for each in (".gz", ".zst") if name.endswith(each)), "")
+    form = Path(name.removesuffix(compression)).suffix
+    if form not in {".jsonl", ".csv", ".parquet"} or (form == ".parquet" and compression):
+        raise InputError(
+            f"{path}: the end of the name says no form; expected .jsonl, .jsonl.gz, .jsonl.zst, "
+            ".parquet or .csv"
+        )
+    return form, compression
+
+
 def save_trace(trace: RequestTrace | ProgramTrace, path: str | Path) -> None:
     """Save a trace; the end of the name says how.
 
@@ -94,14 +114,7 @@ def save_trace(trace: RequestTrace | ProgramTrace, path: str | Path) -> None:
     {"op":"free","id":7}
     """
     path = Path(path)
-    name = path.name.lower()
-    compression = next((each for each in (".gz", ".zst") if name.endswith(each)), "")
-    form = Path(name.removesuffix(compression)).suffix
-    if form not in {".jsonl", ".csv", ".parquet"} or (form == ".parquet" and compression):
-        raise InputError(
-            f"{path}: the end of the name says no form; expected .jsonl, .jsonl.gz, .jsonl.zst, "
-            ".parquet or .csv"
-        )
+    form, compression = form_of(path)
     if isinstance(trace, ProgramTrace):
         if form == ".csv":
             raise InputError(f"{path}: CSV holds request traces only; use .jsonl or .parquet")

@@ -87,6 +87,13 @@ def test_a_policy_by_path(alloclab: Alloclab, comb: Path, tmp_path: Path) -> Non
         (["nothing"], "nothing"),
         (["plot", "comb.csv", "--limit", "1GiB", "-o", "figure.txt"], ".png"),
         (["capture", "absent.py", "-o", "out.jsonl"], "absent.py"),
+        (["capture", "comb.csv", "-o", "out.txt"], ".parquet"),
+        (["capture", "comb.csv", "-o", "out.csv"], "request traces only"),
+        (["capture", "comb.csv", "-o", "nowhere/out.jsonl"], "no folder"),
+        (
+            ["replay", "comb.csv", "--limit", "1GiB", "--env", "XLA_PYTHON_CLIENT_ALLOCATOR=vmm"],
+            "no policy models it",
+        ),
     ],
 )
 def test_bad_input_is_one_clear_line(
