@@ -160,7 +160,8 @@ def _write_placements(result: ReplayResult, path: Path) -> None:
 
 
 def _print_replays(results: Sequence[ReplayResult]) -> None:
-    headings, estimated = {}, {}
+    headings: dict[str, None] = {}
+    estimated: dict[str, None] = {}
     for each in results:
         trace = each.trace
         name, _, estimate = trace.name.partition(" (estimate: ")

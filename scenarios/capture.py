@@ -26,8 +26,9 @@ class Capture:
 def capture(name: str = "capture") -> Iterator[Capture]:
     """Record everything that JAX does inside the block, all threads included.
 
-    Compiled functions are compiled anew, as their caches are cleared at both ends. If the block
-    raises, the trace up to there is kept.
+    Compiled functions are compiled anew, as their caches are cleared at both ends. Arrays that
+    are alive at the start are transfers at time 0. If the block raises, the trace up to there is
+    kept.
 
     Raises:
         InputError: a capture is already running.
@@ -55,8 +56,8 @@ def capture(name: str = "capture") -> Iterator[Capture]:
         _active = None
         hooks.remove()
         versions = {"jax": jax.__version__, "jaxlib": jaxlib.version.__version__}
-        found.trace = recorder.trace(name, versions)
-        recorder.close()
+        with recorder.lock:
+            found.trace = recorder.trace(name, versions)
 
 
 def captured(function: Callable[_P, _R]) -> Callable[_P, tuple[_R, ProgramTrace]]:
@@ -73,6 +74,7 @@ def captured(function: Callable[_P, _R]) -> Callable[_P, tuple[_R, ProgramTrace]
 
 def mark(label: str) -> None:
     """Mark a step or a phase in the running capture; does nothing outside of one."""
-    if _active is not None:
-        with _active.lock:
-            _active.add(MARK, label=str(label))
+    recorder = _active
+    if recorder is not None:
+        with recorder.lock:
+            recorder.add(MARK, label=str(label))

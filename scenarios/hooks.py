@@ -1,75 +1,116 @@
-"""Patches of JAX's Python dispatch path that tell a `Recorder` what runs; undone on exit.
+"""Patches of JAX's Python dispatch path that tell a `Recorder` what runs; undone at the end.
 
-For jax 0.10 to 0.12. The C++ fast path of `jax.jit` is switched off, so that every execution goes
-through `ExecuteReplicated.__call__` (jax/_src/interpreters/pxla.py); compilations get a dump
-directory of their own; transfers, deletions and host reads are seen where Python code does them.
+For jax 0.10 to 0.12. The C++ fast paths of `jax.jit` and of compiled functions are switched off, so
+that every execution goes through `ExecuteReplicated.__call__` (jax/_src/interpreters/pxla.py);
+compilations get a dump directory of their own; transfers, views, deletions and host reads are seen
+where Python code does them.
+
+What stays unseen: NumPy functions that read an array in C through the buffer protocol, such as
+``np.add(x, 1)``, which only the CPU backend's arrays have. Host callbacks belong to the host:
+nothing that they do counts.
 """
 
-import hashlib
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-from alloclab.scenarios.recorder import SPACE_OF_KIND, Placed, Recorder
-from alloclab.simulator.program import (
-    EXECUTE,
-    TRANSFER_IN,
-    TRANSFER_OUT,
-    Allocation,
-    Aval,
-    BufferAssignment,
-    Executable,
-)
+from alloclab.scenarios.arrays import placed, plain, pointers
+from alloclab.scenarios.executables import Assignments, describe
+from alloclab.scenarios.recorder import Placed, Recorder, Span
+from alloclab.simulator.program import EXECUTE, TRANSFER_IN, TRANSFER_OUT
+
+now = time.perf_counter
 
 
 class _Launch(NamedTuple):
     """What every call of one executable shares."""
 
     replicated: Any  # kept, so that its id stays its own
-    number: int
+    index: int
     aliases: tuple[tuple[int, int], ...]  # (parameter, output) that share memory
     results: tuple[Placed, ...]
+    devices: tuple[int, ...]
+
+
+class _Inputs(NamedTuple):
+    """The arguments of an execution as given and as arrays on the devices."""
+
+    given: Sequence[Any]
+    arrays: Sequence[Any]
+    span: Span
+
+
+class _Thread(threading.local):
+    """What the current thread is in the middle of."""
+
+    busy = False  # in a call whose parts are not events of their own
+    host = False  # in a host callback
+    inputs: _Inputs | None = None
 
 
 class Hooks:
-    """Install with `install`, undo with `remove`."""
+    """Install with `install`, undo with `remove`.
+
+    Modules that were imported meanwhile may hold a patched function for good; it then does what
+    the original does.
+    """
 
     def __init__(self, recorder: Recorder) -> None:
         self.recorder = recorder
+        self.assignments = Assignments()
+        self.on = False
         self.saved: list[tuple[Any, str, Any]] = []
         self.launches: dict[int, _Launch] = {}
-        self.wrapped: set[int] = set()
-        self.local = threading.local()
+        self.thread = _Thread()
 
     def install(self) -> None:
-        """Patch JAX. Caches are cleared, so that compiled functions come by again."""
+        """Patch JAX. Caches are cleared, so that compiled functions come by again.
+
+        Arrays that are alive already are transfers at the start.
+        """
         import jax
         import numpy as np
-        from jax._src import array, compiler, dispatch, pjit
+        from jax._src import array, callback, compiler, debugging, dispatch, pjit, stages
+        from jax._src import xla_bridge as bridge
         from jax._src.interpreters import pxla
 
-        jax.clear_caches()
         self.array = array.ArrayImpl
+        jax.clear_caches()
+        if bridge.backends_are_initialized():  # to ask for arrays would start them
+            for each in jax.live_arrays():
+                if isinstance(plain(each), self.array) and not plain(each).is_deleted():
+                    self.arrived(plain(each), None, Span(self.recorder.started, float("nan")))
+        self.on = True
         self.patch(pjit, "_get_fastpath_data", lambda original: lambda *a, **k: None)
+        self.patch(stages.Compiled, "__call__", self.call_compiled)
         self.patch(pxla.ExecuteReplicated, "__call__", self.execute)
+        self.patch(pxla.InputsHandler, "__call__", self.place_inputs)
         self.patch(compiler, "backend_compile_and_load", self.compile)
-        self.patch(dispatch, "_batched_device_put_impl", self.transfer)
-        self.patch(pxla, "batched_device_put", self.transfer)
-        self.patch(array.ArrayImpl, "delete", self.delete)
-        self.patch(array.ArrayImpl, "_value", self.read)
+        self.patch(dispatch, "_batched_device_put_impl", self.put_many)
+        self.patch(pxla, "batched_device_put", self.put_shards)
+        self.patch(self.array, "__init__", self.assemble)
+        self.patch(self.array, "addressable_data", self.view)
+        self.patch(self.array, "addressable_shards", self.view_shards)
+        self.patch(self.array, "delete", self.delete)
+        self.patch(self.array, "_value", self.read)
         # On the CPU NumPy reads an array through the buffer protocol, unseen by its methods.
-        self.patch(np, "asarray", self.convert)
-        self.patch(np, "array", self.convert)
+        for name in ("array", "asarray", "asanyarray", "ascontiguousarray"):
+            self.patch(np, name, self.convert)
+        self.patch(callback, "pure_callback_impl", self.on_the_host)
+        self.patch(callback, "io_callback_impl", self.on_the_host)
+        self.patch(debugging, "debug_callback_impl", self.on_the_host)
 
     def remove(self) -> None:
         """Put everything back, in reverse order."""
         import jax
 
+        self.on = False
         for owner, name, original in reversed(self.saved):
             setattr(owner, name, original)
         self.saved.clear()
+        self.assignments.close()
         jax.clear_caches()
 
     def patch(self, owner: Any, name: str, wrap: Callable[[Any], Any]) -> None:
@@ -78,269 +119,335 @@ class Hooks:
         self.saved.append((owner, name, original))
         setattr(owner, name, wrap(original))
 
+    @property
+    def watching(self) -> bool:
+        """Whether what this thread does now is an event of its own."""
+        return self.on and not self.thread.busy
+
+    @contextmanager
+    def as_one(self) -> Iterator[None]:
+        """What this thread does inside is no event of its own, but for executions."""
+        before, self.thread.busy = self.thread.busy, True
+        try:
+            yield
+        finally:
+            self.thread.busy = before
+
     # --- executions -----------------------------------------------------------------------
 
     def execute(self, original: Any) -> Any:
         """ExecuteReplicated.__call__: note operands, donated operands and results."""
-        recorder, local = self.recorder, self.local
+        thread = self.thread
 
         def call(replicated: Any, *args: Any) -> Any:
-            if id(replicated) not in self.wrapped:
-                self.watch_inputs(replicated)
-            outer = getattr(local, "inputs", None)
-            local.inputs = None
-            local.depth = getattr(local, "depth", 0) + 1
+            if not self.on or thread.host:
+                return original(replicated, *args)
+            outer, thread.inputs = thread.inputs, None
             try:
-                out = original(replicated, *args)
-                arrays = local.inputs or []
-                began = getattr(local, "began", time.perf_counter())
+                with self.as_one():
+                    out = original(replicated, *args)
+                ended = now()
+                if thread.inputs is not None:
+                    self.executed(replicated, thread.inputs, _results(replicated, args, out), ended)
             finally:
-                local.depth -= 1
-                local.inputs = outer
-            with recorder.lock:
-                self.record(replicated, arrays, [_plain(each) for each in out], began)
+                thread.inputs = outer
             return out
 
         return call
 
-    def watch_inputs(self, replicated: Any) -> None:
-        """Have the handler that shards the arguments tell what it made of them."""
-        handler, local = replicated.in_handler, self.local
-        self.wrapped.add(id(replicated))
-        self.saved.append((replicated, "in_handler", handler))
+    def place_inputs(self, original: Any) -> Any:
+        """InputsHandler.__call__: the arguments of an execution, put onto the devices."""
 
-        def watched(args: Any) -> Any:
-            arrays = handler(args)
-            local.inputs = arrays
-            local.began = time.perf_counter()
+        def call(handler: Any, given: Any) -> Any:
+            if not self.on:
+                return original(handler, given)
+            began = now()
+            arrays = original(handler, given)
+            self.thread.inputs = _Inputs(given, arrays, Span(began, now()))
             return arrays
 
-        replicated.in_handler = watched
+        return call
 
-    def record(self, replicated: Any, arrays: list[Any], out: list[Any], began: float) -> None:
-        """Append an execution; arrays never seen before came to the device just now."""
-        recorder = self.recorder
-        operands = tuple(recorder.buffers_of(each) or self.arrived(each, began) for each in arrays)
-        launch = self.launches.get(id(replicated)) or self.launch(replicated, arrays, out)
-        taken = {}
-        donated = [False] * len(operands)
-        for parameter, output in launch.aliases:
-            if arrays[parameter].is_deleted():
-                donated[parameter] = True
-                taken[output] = operands[parameter]
-        results = []
-        for number, each in enumerate(out):
-            known = recorder.buffers_of(each) if number not in taken else None
-            results.append(
-                known or recorder.track(each, launch.results[number], taken.get(number, ()))
-            )
-        for parameter, flag in enumerate(donated):
-            if flag:
-                tracked = recorder.arrays.pop(id(arrays[parameter]), None)
-                if tracked is not None and tracked() is not arrays[parameter]:
-                    recorder.arrays[tracked.key] = tracked
-        recorder.add(
-            EXECUTE,
-            began=began,
-            executable=launch.number,
-            operands=operands,
-            donated=tuple(donated),
-            results=tuple(results),
+    def executed(self, replicated: Any, inputs: _Inputs, out: list[Any], ended: float) -> None:
+        """Append an execution; arguments that were not on the device came there just before."""
+        recorder, arrays = self.recorder, inputs.arrays
+        operands = tuple(
+            recorder.buffers_of(array) or self.arrived(array, _source(given, array), inputs.span)
+            for given, array in zip(inputs.given, arrays, strict=True)
         )
+        with recorder.lock:
+            launch = self.launches.get(id(replicated)) or self.launch(replicated, arrays, out)
+            donated = [False] * len(operands)
+            taken = {}
+            for parameter, output in launch.aliases:
+                if arrays[parameter].is_deleted():
+                    donated[parameter] = True
+                    taken[output] = operands[parameter]
+            results = tuple(
+                recorder.track(array, launch.results[number], alias_of=taken.get(number, ()))
+                for number, array in enumerate(out)
+            )
+            for array, flag in zip(arrays, donated, strict=True):
+                if flag:
+                    for each in (*recorder.views(array), array):
+                        recorder.forget(each, donated=True)
+            recorder.add(
+                EXECUTE,
+                Span(inputs.span.ended, ended),
+                executable=launch.index,
+                operands=operands,
+                donated=tuple(donated),
+                results=results,
+                devices=launch.devices,
+            )
 
-    def launch(self, replicated: Any, arrays: list[Any], out: list[Any]) -> _Launch:
+    def launch(self, replicated: Any, arrays: Sequence[Any], out: Sequence[Any]) -> _Launch:
         """Describe an executable at its first call."""
-        recorder, executable = self.recorder, replicated.xla_executable
-        assignment = recorder.assignment_of(executable)
-        tokens = len(replicated.ordered_effects)
-        if assignment is not None and tokens:
-            assignment = _without_tokens(assignment, tokens)
-        results = tuple(self.placed(each) for each in out)
-        module = executable.hlo_modules()[0].as_serialized_hlo_module_proto()
-        costs = _costs(executable)
-        index = len(recorder.executables)
-        recorder.executables.append(
-            Executable(
-                name=replicated.name,
-                fingerprint=hashlib.sha256(module).hexdigest()[:16],
-                inputs=tuple(self.placed(each).aval for each in arrays),
-                outputs=tuple(each.aval for each in results),
-                targets={} if assignment is None else {"cpu": assignment},
-                flops=costs.get("flops"),
-                bytes_accessed=costs.get("bytes accessed"),
-            )
+        results = tuple(placed(each) for each in out)
+        executable = describe(
+            replicated,
+            self.assignments.of(replicated.xla_executable),
+            [placed(each).aval for each in arrays],
+            [each.aval for each in results],
         )
-        aliases = tuple(
-            (each.parameter, each.output)
-            for each in (assignment.allocations if assignment else ())
-            if each.parameter is not None and each.output is not None
+        found = _Launch(
+            replicated,
+            len(self.recorder.executables),
+            tuple(
+                (each.parameter, each.output)
+                for assignment in executable.targets.values()
+                for each in assignment.allocations
+                if each.parameter is not None and each.output is not None
+            ),
+            results,
+            tuple(device.id for device in replicated._local_devices),
         )
-        found = _Launch(replicated, index, aliases, results)
+        self.recorder.executables.append(executable)
         self.launches[id(replicated)] = found
         return found
 
     def compile(self, original: Any) -> Any:
-        """compiler.backend_compile_and_load: dump each compilation apart, then read it."""
-        recorder = self.recorder
+        """compiler.backend_compile_and_load: dump each compilation apart."""
 
         def call(
             backend: Any, module: Any, devices: Any, options: Any, *rest: Any, **more: Any
         ) -> Any:
-            directory = recorder.dump_directory()
-            debug = options.executable_build_options.debug_options
-            debug.xla_dump_to = str(directory)
-            debug.xla_dump_hlo_as_proto = True
-            executable = original(backend, module, devices, options, *rest, **more)
-            with recorder.lock:
-                recorder.compiled(executable, directory)
-            return executable
+            go = lambda: original(backend, module, devices, options, *rest, **more)  # noqa: E731
+            return self.assignments.compile(go, options) if self.on else go()
 
         return call
 
-    # --- arrays ---------------------------------------------------------------------------
+    def call_compiled(self, original: Any) -> Any:
+        """stages.Compiled.__call__: as where it has no C++ fast path."""
 
-    def placed(self, array: Any) -> Placed:
-        """Shape, bytes per shard, devices and memory space of an array."""
-        sharding = array.sharding
-        shape = tuple(sharding.shard_shape(array.shape))
-        items = 1
-        for each in shape:
-            items *= each
-        devices = tuple(device.id for device in sharding._device_assignment)
-        bits = _bits(array.dtype)
-        space = SPACE_OF_KIND.get(sharding.memory_kind or "", 0)
-        return Placed(Aval(shape, str(array.dtype)), (items * bits + 7) // 8, devices, space)
+        def call(compiled: Any, *args: Any, **more: Any) -> Any:
+            return type(compiled).call(compiled._params, *args, **more)[0]
 
-    def arrived(self, array: Any, began: float | None = None) -> tuple[int, ...]:
-        """The buffers of an array seen for the first time: new ones, or those of another array."""
-        recorder = self.recorder
-        here = _pointers(array)
-        known: dict[tuple[int, int], int] = {}
-        for tracked in list(recorder.arrays.values()):
-            other = tracked()
-            if other is not None and other.nbytes == array.nbytes and not other.is_deleted():
-                known.update(zip(_pointers(other), tracked.buffers, strict=False))
-        if here and all(each in known for each in here):
-            return recorder.share(array, tuple(known[each] for each in here))
-        buffers = recorder.track(array, self.placed(array))
-        recorder.add(TRANSFER_IN, began=began, results=(buffers,))
-        return buffers
+        return call
 
-    def transfer(self, original: Any) -> Any:
-        """device_put in its two forms: what comes out is on the device."""
-        local = self.local
+    def on_the_host(self, original: Any) -> Any:
+        """The body of a host callback, which runs in whatever thread."""
+        thread = self.thread
 
         def call(*args: Any, **more: Any) -> Any:
-            if getattr(local, "depth", 0):
-                return original(*args, **more)
-            began = time.perf_counter()
-            local.depth = 1
+            before, thread.host = thread.host, True
             try:
-                out = original(*args, **more)
+                with self.as_one():
+                    return original(*args, **more)
             finally:
-                local.depth = 0
-            with self.recorder.lock:
-                for each in out if isinstance(out, list | tuple) else [out]:
-                    array = _plain(each)
-                    if isinstance(array, self.array) and not self.recorder.buffers_of(array):
-                        self.arrived(array, began)
+                thread.host = before
+
+        return call
+
+    # --- transfers to the device, and views -----------------------------------------------
+
+    def arrived(
+        self, array: Any, sources: Sequence[Any] | None, span: Span | None = None
+    ) -> tuple[int, ...]:
+        """The buffers of an array seen for the first time: new ones, or those of other arrays.
+
+        Args:
+            sources: arrays that it may share buffers with: none if its data came from the host;
+                None if it is unknown where it is from.
+        """
+        recorder = self.recorder
+        if sources is None:
+            sources = [each() for each in list(recorder.arrays.values())]
+        here = placed(array)
+        with self.as_one():
+            shared = self.shared(array, sources) if sources and here.nbytes else {}
+        with recorder.lock:
+            if known := recorder.buffers_of(array):
+                return known  # another thread was faster
+            buffers = recorder.track(array, here, shared)
+            new = tuple(each for each in buffers if recorder.device_of(each) not in shared)
+            if new:
+                recorder.add(TRANSFER_IN, span, results=(new,))
+        return buffers
+
+    def shared(self, array: Any, sources: Sequence[Any]) -> dict[int, int]:
+        """By device the buffers that an array has in common with others, by their addresses."""
+        recorder = self.recorder
+        addresses = pointers(array)
+        found = {}
+        for other in sources:
+            buffers = () if other is None else recorder.buffers_of(other) or ()
+            theirs = {recorder.device_of(each): each for each in buffers}
+            if not theirs.keys() & addresses.keys():
+                continue
+            for device, address in pointers(other).items():
+                if addresses.get(device) == address and device in theirs:
+                    found[device] = theirs[device]
+        return found
+
+    def put_many(self, original: Any) -> Any:
+        """dispatch._batched_device_put_impl, which is jax.device_put."""
+
+        def call(*args: Any, **more: Any) -> Any:
+            if not self.watching:
+                return original(*args, **more)
+            began = now()
+            with self.as_one():
+                out = original(*args, **more)
+            span = Span(began, now())
+            for given, each in zip(args, out, strict=True):
+                self.put(plain(each), _source(given, each), span)
             return out
 
         return call
 
+    def put_shards(self, original: Any) -> Any:
+        """pxla.batched_device_put: an array from one piece of data for each device."""
+
+        def call(aval: Any, sharding: Any, pieces: Any, *args: Any, **more: Any) -> Any:
+            if not self.watching:
+                return original(aval, sharding, pieces, *args, **more)
+            began = now()
+            with self.as_one():
+                out = original(aval, sharding, pieces, *args, **more)
+            sources = [each for each in map(plain, pieces) if isinstance(each, self.array)]
+            self.put(plain(out), sources, Span(began, now()))
+            return out
+
+        return call
+
+    def put(self, array: Any, sources: Sequence[Any] | None, span: Span) -> None:
+        """Note an array that a transfer made."""
+        if isinstance(array, self.array) and not self.recorder.buffers_of(array):
+            self.arrived(array, sources, span)
+
+    def assemble(self, original: Any) -> Any:
+        """ArrayImpl.__init__: a new array over those of single devices."""
+
+        def init(array: Any, aval: Any, sharding: Any, arrays: Any, *args: Any, **more: Any) -> Any:
+            original(array, aval, sharding, arrays, *args, **more)
+            if self.watching:
+                self.put(array, arrays, Span(now(), float("nan")))
+
+        return init
+
+    def view(self, original: Any) -> Any:
+        """ArrayImpl.addressable_data: a new array over one shard."""
+
+        def call(array: Any, index: int) -> Any:
+            found = original(array, index)
+            self.viewed(array, [found])
+            return found
+
+        return call
+
+    def view_shards(self, original: Any) -> Any:
+        """ArrayImpl.addressable_shards: new arrays over every shard."""
+
+        def shards(array: Any) -> Any:
+            found = original.fget(array)
+            self.viewed(array, [each.data for each in found])
+            return found
+
+        return property(shards)
+
+    def viewed(self, array: Any, parts: list[Any]) -> None:
+        """Note arrays that are views of another."""
+        if self.watching:
+            for each in parts:
+                if not self.recorder.buffers_of(each):
+                    if not self.recorder.buffers_of(array):
+                        self.arrived(array, None)
+                    self.arrived(each, [array])
+
+    # --- deletions and reads --------------------------------------------------------------
+
     def delete(self, original: Any) -> Any:
-        """ArrayImpl.delete."""
+        """ArrayImpl.delete: the memory goes, and with it every other array over it."""
 
         def call(array: Any) -> None:
+            with self.recorder.lock:
+                views = self.recorder.views(array) if self.on else []
             original(array)
             with self.recorder.lock:
-                self.recorder.forget(array)
+                for each in (array, *views):
+                    if each.is_deleted():
+                        self.recorder.forget(each)
 
         return call
 
     def read(self, original: Any) -> Any:
         """ArrayImpl._value: the host copy, made at the first use."""
-
-        def value(array: Any) -> Any:
-            if array._npy_value is not None:
-                return original.fget(array)
-            return self.out(array, lambda: original.fget(array))
-
-        return property(value)
+        return property(lambda array: self.out([array], lambda: original.fget(array)))
 
     def convert(self, original: Any) -> Any:
-        """numpy.asarray and numpy.array of a JAX array."""
+        """NumPy's conversions of a JAX array, or of a list of them."""
 
         def call(*args: Any, **more: Any) -> Any:
-            if args and type(args[0]) is self.array:
-                return self.out(args[0], lambda: original(*args, **more))
+            given = args[0] if args else None
+            if type(given) is self.array:
+                return self.out([given], lambda: original(*args, **more))
+            if type(given) in (list, tuple) and given and type(given[0]) is self.array:
+                arrays = [each for each in given if type(each) is self.array]
+                return self.out(arrays, lambda: original(*args, **more))
             return original(*args, **more)
 
         return call
 
-    def out(self, array: Any, read: Callable[[], Any]) -> Any:
-        """Read an array to the host and note it once."""
-        local = self.local
-        if getattr(local, "reading", False) or getattr(local, "depth", 0):
+    def out(self, arrays: Sequence[Any], read: Callable[[], Any]) -> Any:
+        """Read arrays to the host, and note each array's first time; it keeps its copy then."""
+        if not self.watching:
             return read()
-        began = time.perf_counter()
-        local.reading = True
-        try:
+        recorder = self.recorder
+        began = now()
+        with self.as_one():
             value = read()
-        finally:
-            local.reading = False
-        with self.recorder.lock:
-            buffers = self.recorder.buffers_of(array) or self.arrived(array, began)
-            self.recorder.add(TRANSFER_OUT, began=began, operands=(buffers,))
+            span = Span(began, now())
+            for each in arrays:
+                if not recorder.buffers_of(each):
+                    self.arrived(each, None)
+        with recorder.lock:
+            for each in arrays:
+                tracked = recorder.tracked(each)
+                if tracked is not None and not tracked.read:
+                    tracked.read = True
+                    recorder.add(TRANSFER_OUT, span, operands=(tracked.buffers,))
         return value
 
 
-def _plain(array: Any) -> Any:
-    """The array under an array of PRNG keys."""
-    return getattr(array, "_base_array", array)
+def _source(given: Any, array: Any) -> Sequence[Any]:
+    """What an array can share memory with that was made from an argument.
+
+    Data of the host is never shared: that the CPU backend reads some NumPy arrays where they are
+    is a matter of the CPU.
+    """
+    given = plain(given)
+    return [given] if type(given) is type(plain(array)) else []
 
 
-def _bits(dtype: Any) -> int:
-    """Bits of one element; the small types are packed (xla::ShapeUtil::ByteSizeOfElements)."""
-    import jax.numpy as jnp
-
-    name = dtype.name
-    if name in ("int4", "uint4", "float4_e2m1fn"):
-        return 4
-    if name in ("int2", "uint2"):
-        return 2
-    return int(jnp.dtype(dtype).itemsize) * 8
-
-
-def _pointers(array: Any) -> list[tuple[int, int]]:
-    """Device and address of every shard; empty for memory that has no address."""
-    try:
-        return [
-            (shard.device.id, shard.data.unsafe_buffer_pointer())
-            for shard in array.addressable_shards
-        ]
-    except Exception:  # a deleted array, or a backend without addresses
-        return []
-
-
-def _costs(executable: Any) -> dict[str, float]:
-    """The compiler's cost analysis, empty if the backend has none."""
-    try:
-        costs = executable.cost_analysis()
-    except Exception:  # unimplemented on some backends
-        return {}
-    return dict(costs[0] if isinstance(costs, list) else costs or {})
-
-
-def _without_tokens(assignment: BufferAssignment, tokens: int) -> BufferAssignment:
-    """Parameters and outputs counted without the tokens of ordered effects, which come first."""
-
-    def count(each: Allocation) -> Allocation:
-        output = None if each.output is None or each.output < tokens else each.output - tokens
-        if each.parameter is None:
-            return replace(each, output=output)
-        if each.parameter < tokens:  # no memory, and not the caller's: as good as a constant
-            return replace(each, kind="constant", parameter=None, output=None)
-        return replace(each, parameter=each.parameter - tokens, output=output)
-
-    return replace(assignment, allocations=tuple(map(count, assignment.allocations)))
+def _results(replicated: Any, args: Sequence[Any], out: Sequence[Any]) -> list[Any]:
+    """The results of an executable in order, with those that went into mutable references."""
+    if replicated.mut is None:
+        return [plain(each) for each in out]
+    kept = [each for number, each in enumerate(args) if number in replicated.kept_var_idx]
+    references = [*kept, *replicated.mut.in_mut]
+    rest = iter(out)
+    return [
+        plain(next(rest) if number is None else references[number])
+        for number in replicated.mut.out_mut
+    ]

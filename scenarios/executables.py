@@ -1,0 +1,117 @@
+"""What a capture keeps of a compiled computation: shapes, costs, and its buffer assignment."""
+
+import hashlib
+import shutil
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from alloclab.simulator.assignment import assignment_of, read_assignment
+from alloclab.simulator.hlo_proto import join
+from alloclab.simulator.program import Aval, BufferAssignment, Executable
+
+
+class Assignments:
+    """The buffer assignments of the computations that were compiled in a capture."""
+
+    def __init__(self) -> None:
+        self._dumps = Path(tempfile.mkdtemp(prefix="alloclab-"))
+        self._known: dict[int, tuple[Any, BufferAssignment]] = {}  # by id, which the first keeps
+
+    def close(self) -> None:
+        """Remove the dump directories."""
+        shutil.rmtree(self._dumps, ignore_errors=True)
+
+    def compile(self, compile: Any, options: Any) -> Any:
+        """Call ``compile`` with a dump directory of its own, and read what is dumped there.
+
+        If the program dumps its compilations too, its directory gets the files.
+        """
+        directory = Path(tempfile.mkdtemp(dir=self._dumps))
+        debug = options.executable_build_options.debug_options
+        wanted = debug.xla_dump_to
+        debug.xla_dump_to = str(directory)
+        debug.xla_dump_hlo_as_proto = True
+        if wanted:
+            debug.xla_dump_hlo_as_text = True  # the default where no form is asked for
+        try:
+            executable = compile()
+            files = sorted(directory.glob("*after_optimizations.hlo.pb"))
+            if files:
+                self._known[id(executable)] = (executable, read_assignment(files[-1]))
+        finally:
+            debug.xla_dump_to = wanted
+            if wanted:
+                shutil.copytree(directory, wanted, dirs_exist_ok=True)
+            shutil.rmtree(directory, ignore_errors=True)
+        return executable
+
+    def of(self, executable: Any) -> BufferAssignment | None:
+        """The assignment of an executable.
+
+        One that was compiled before, or came from JAX's compilation cache, tells it itself, but
+        without live ranges (CompiledMemoryStats, xla/pjrt/pjrt_executable.h).
+        """
+        if id(executable) in self._known:
+            return self._known[id(executable)][1]
+        proto = executable.get_compiled_memory_stats().serialized_buffer_assignment_proto
+        if not proto:
+            return None
+        module = executable.hlo_modules()[0].as_serialized_hlo_module_proto()
+        return assignment_of(join(module, proto))
+
+
+def describe(
+    replicated: Any,
+    assignment: BufferAssignment | None,
+    inputs: Sequence[Aval],
+    outputs: Sequence[Aval],
+) -> Executable:
+    """Describe an ExecuteReplicated (jax/_src/interpreters/pxla.py)."""
+    tokens = len(replicated.ordered_effects)
+    if assignment is not None and tokens:
+        assignment = _without_tokens(assignment, tokens)
+    costs = _costs(replicated.xla_executable)
+    return Executable(
+        name=replicated.name,
+        fingerprint=_fingerprint(replicated.xla_executable),
+        inputs=tuple(inputs),
+        outputs=tuple(outputs),
+        targets={} if assignment is None else {"cpu": assignment},
+        flops=costs.get("flops"),
+        bytes_accessed=costs.get("bytes accessed"),
+    )
+
+
+def _fingerprint(executable: Any) -> str:
+    """A hash of the module's text without names, source lines and other metadata."""
+    from jaxlib import _hlo  # type: ignore[attr-defined]
+
+    text = executable.hlo_modules()[0].to_string(_hlo.HloPrintOptions.fingerprint())
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _costs(executable: Any) -> dict[str, float]:
+    """The compiler's cost analysis, empty if the backend has none."""
+    try:
+        costs = executable.cost_analysis()
+    except Exception:  # unimplemented on some backends, which JAX has no type for
+        return {}
+    return dict(costs[0] if isinstance(costs, list) else costs or {})
+
+
+def _without_tokens(assignment: BufferAssignment, tokens: int) -> BufferAssignment:
+    """Parameters and outputs counted without the tokens of ordered effects, which come first."""
+    counted = []
+    for each in assignment.allocations:
+        if each.parameter is not None:
+            if each.parameter < tokens:  # no memory, and not the caller's: as good as a constant
+                each = replace(each, kind="constant", parameter=None, output=None)
+            else:
+                each = replace(each, parameter=each.parameter - tokens)
+        if each.output is not None:
+            each = replace(each, output=each.output - tokens if each.output >= tokens else None)
+        counted.append(each)
+    return replace(assignment, allocations=tuple(counted))
