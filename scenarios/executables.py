@@ -10,7 +10,7 @@ from typing import Any
 
 from alloclab.simulator.assignment import assignment_of, read_assignment
 from alloclab.simulator.hlo_proto import join
-from alloclab.simulator.program import Aval, BufferAssignment, Executable
+from alloclab.simulator.program import Allocation, Aval, BufferAssignment, Executable
 
 
 class Assignments:
@@ -104,14 +104,13 @@ def _costs(executable: Any) -> dict[str, float]:
 
 def _without_tokens(assignment: BufferAssignment, tokens: int) -> BufferAssignment:
     """Parameters and outputs counted without the tokens of ordered effects, which come first."""
-    counted = []
-    for each in assignment.allocations:
-        if each.parameter is not None:
-            if each.parameter < tokens:  # no memory, and not the caller's: as good as a constant
-                each = replace(each, kind="constant", parameter=None, output=None)
-            else:
-                each = replace(each, parameter=each.parameter - tokens)
-        if each.output is not None:
-            each = replace(each, output=each.output - tokens if each.output >= tokens else None)
-        counted.append(each)
-    return replace(assignment, allocations=tuple(counted))
+
+    def count(each: Allocation) -> Allocation:
+        output = None if each.output is None or each.output < tokens else each.output - tokens
+        if each.parameter is None:
+            return replace(each, output=output)
+        if each.parameter < tokens:  # no memory, and not the caller's: as good as a constant
+            return replace(each, kind="constant", parameter=None, output=None)
+        return replace(each, parameter=each.parameter - tokens, output=output)
+
+    return replace(assignment, allocations=tuple(map(count, assignment.allocations)))

@@ -28,7 +28,7 @@ class _Launch(NamedTuple):
     """What every call of one executable shares."""
 
     replicated: Any  # kept, so that its id stays its own
-    index: int
+    number: int
     aliases: tuple[tuple[int, int], ...]  # (parameter, output) that share memory
     results: tuple[Placed, ...]
     devices: tuple[int, ...]
@@ -189,12 +189,11 @@ class Hooks:
             )
             for array, flag in zip(arrays, donated, strict=True):
                 if flag:
-                    for each in (*recorder.views(array), array):
-                        recorder.forget(each, donated=True)
+                    recorder.forget(array, donated=True)
             recorder.add(
                 EXECUTE,
                 Span(inputs.span.ended, ended),
-                executable=launch.index,
+                executable=launch.number,
                 operands=operands,
                 donated=tuple(donated),
                 results=results,
@@ -232,7 +231,9 @@ class Hooks:
         def call(
             backend: Any, module: Any, devices: Any, options: Any, *rest: Any, **more: Any
         ) -> Any:
-            go = lambda: original(backend, module, devices, options, *rest, **more)  # noqa: E731
+            def go() -> Any:
+                return original(backend, module, devices, options, *rest, **more)
+
             return self.assignments.compile(go, options) if self.on else go()
 
         return call
@@ -378,16 +379,12 @@ class Hooks:
     # --- deletions and reads --------------------------------------------------------------
 
     def delete(self, original: Any) -> Any:
-        """ArrayImpl.delete: the memory goes, and with it every other array over it."""
+        """ArrayImpl.delete: the memory goes, whatever other arrays lie over it."""
 
         def call(array: Any) -> None:
-            with self.recorder.lock:
-                views = self.recorder.views(array) if self.on else []
             original(array)
             with self.recorder.lock:
-                for each in (array, *views):
-                    if each.is_deleted():
-                        self.recorder.forget(each)
+                self.recorder.forget(array)
 
         return call
 

@@ -133,26 +133,15 @@ class Recorder:
             self._disown(tracked, at)
 
     def forget(self, array: Any, *, donated: bool = False) -> None:
-        """The array was deleted, or its memory given away in an execution."""
+        """The array's memory is gone, whatever other arrays lie over it: it was deleted, or the
+        memory was given away in an execution.
+        """
         tracked = self.tracked(array)
         if tracked is not None:
             del self.arrays[tracked.key]
-            if donated:
-                tracked.buffers = ()
+            for each in tracked.buffers:
+                self._owners[each] = 0 if donated else min(self._owners[each], 1)
             self._disown(tracked, time.perf_counter())
-
-    def views(self, array: Any) -> list[Any]:
-        """The other arrays over buffers of this one."""
-        tracked = self.tracked(array)
-        if tracked is None or all(self._owners[each] < 2 for each in tracked.buffers):
-            return []
-        mine = set(tracked.buffers)
-        others = [
-            each()
-            for each in list(self.arrays.values())
-            if each is not tracked and not mine.isdisjoint(each.buffers)
-        ]
-        return [each for each in others if each is not None]
 
     def _disown(self, tracked: Tracked, at: float) -> None:
         """One array less over its buffers; the last one releases them."""
@@ -236,7 +225,13 @@ class Recorder:
                 results.append(makes)
             launch += event.kind == EXECUTE
         columns = list(zip(*rows, strict=True)) or [()] * 7
-        index = np.array([placed for placed, _ in self._shard], np.int64)
+        made = _flat(results, np.int64)  # as the recorder numbers them; the trace counts by row
+        number = np.empty_like(made)
+        number[made] = np.arange(len(made))
+        shard = np.array(self._shard, np.int64).reshape(-1, 2)[made]
+        alias_of = np.array(self._alias_of, np.int64)[made]
+        taken = alias_of >= 0
+        alias_of[taken] = number[alias_of[taken]]
         return ProgramTrace(
             executables=tuple(self.executables),
             avals=tuple(avals),
@@ -249,23 +244,21 @@ class Recorder:
             launch=np.array(columns[5], np.int32),
             label=np.array(columns[6], np.int32),
             operand_start=_starts(operands),
-            operands=_flat(operands, np.int64),
+            operands=number[_flat(operands, np.int64)],
             donated=_flat(donated, np.bool_),
             result_start=_starts(results),
-            results=_flat(results, np.int64),
-            buffer_aval=np.array(aval_of, np.int32)[index],
-            buffer_bytes=np.array([each.nbytes for each in self._placed], np.int64)[index],
-            buffer_device=np.array([device for _, device in self._shard], np.int32),
-            buffer_space=np.array([each.space for each in self._placed], np.uint8)[index],
-            buffer_alias_of=np.array(self._alias_of, np.int64),
+            results=number[made],
+            buffer_aval=np.array(aval_of, np.int32)[shard[:, 0]],
+            buffer_bytes=np.array([each.nbytes for each in self._placed], np.int64)[shard[:, 0]],
+            buffer_device=shard[:, 1].astype(np.int32),
+            buffer_space=np.array([each.space for each in self._placed], np.uint8)[shard[:, 0]],
+            buffer_alias_of=alias_of,
             name=name,
             target="cpu",
             versions=versions,
         )
 
-    def _per_device(
-        self, event: _Event
-    ) -> Iterable[tuple[int, list[int], list[bool], list[int]]]:
+    def _per_device(self, event: _Event) -> Iterable[tuple[int, list[int], list[bool], list[int]]]:
         """The event as one row per device: device, operands, donated, results."""
         if event.kind == MARK:
             return [(0, [], [], [])]
