@@ -52,6 +52,36 @@ def json_option(command: Command) -> Command:
     return click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")(command)
 
 
+def replay_options(command: Command) -> Command:
+    """What to replay under: the same for every command that replays."""
+    parts = (
+        click.argument("trace", type=click.Path(path_type=Path)),
+        click.option(
+            "-p",
+            "--policy",
+            "policies",
+            default="bfc",
+            show_default=True,
+            help="Policies, such as bfc,first_fit or 'bfc(growth=true)' or my.py:Mine.",
+        ),
+        click.option("-d", "--device", "devices", help="Devices, such as h100 or t4,a100-40."),
+        click.option("--limit", help="Memory limit instead of a device's, such as 16GiB."),
+        click.option(
+            "--jax", "jax_version", help="The jax whose allocator rules apply; else the newest."
+        ),
+        click.option(
+            "--env",
+            "variables",
+            multiple=True,
+            metavar="NAME=VALUE",
+            help="A variable that JAX reads, such as XLA_PYTHON_CLIENT_PREALLOCATE=false.",
+        ),
+    )
+    for part in reversed(parts):
+        command = part(command)
+    return command
+
+
 def emit(document: Any) -> None:
     """Print one JSON document on stdout; unknown is null, never NaN."""
     click.echo(json.dumps(document, indent=2, allow_nan=False))
@@ -79,25 +109,7 @@ def capture(script: Path, args: tuple[str, ...], output: Path, as_json: bool) ->
 
 
 @cli.command()
-@click.argument("trace", type=click.Path(path_type=Path))
-@click.option(
-    "-p",
-    "--policy",
-    "policies",
-    default="bfc",
-    show_default=True,
-    help="Policies, such as bfc,first_fit or 'bfc(growth=true)' or my.py:Mine.",
-)
-@click.option("-d", "--device", "devices", help="Devices, such as h100 or t4,a100-40.")
-@click.option("--limit", help="Memory limit instead of a device's, such as 16GiB.")
-@click.option("--jax", "jax_version", help="The jax whose allocator rules apply; else the newest.")
-@click.option(
-    "--env",
-    "variables",
-    multiple=True,
-    metavar="NAME=VALUE",
-    help="A variable that JAX reads, such as XLA_PYTHON_CLIENT_PREALLOCATE=false.",
-)
+@replay_options
 @click.option(
     "--placements",
     type=click.Path(path_type=Path),
@@ -115,7 +127,7 @@ def replay(**options: Any) -> int:
 
 
 @cli.command()
-@click.argument("trace", type=click.Path(path_type=Path))
+@replay_options
 @click.option(
     "-o",
     "--output",
@@ -123,16 +135,6 @@ def replay(**options: Any) -> int:
     type=click.Path(path_type=Path),
     help="Figure to write: .png, .svg or .pdf.",
 )
-@click.option(
-    "-p",
-    "--policy",
-    "policies",
-    default="bfc",
-    show_default=True,
-    help="The policy, or for --kind memory and fragmentation several.",
-)
-@click.option("-d", "--device", help="The device, such as h100.")
-@click.option("--limit", help="Memory limit instead of a device's, such as 16GiB.")
 @click.option(
     "--kind",
     type=click.Choice(["overview", "memory", "addresses", "fragmentation"]),
@@ -148,10 +150,12 @@ def replay(**options: Any) -> int:
     show_default=True,
     help="Horizontal axis: the event's number or the time.",
 )
-@click.option("--jax", "jax_version", help="The jax whose allocator rules apply; else the newest.")
 @json_option
 def plot(**options: Any) -> int:
-    """Draw a replay: memory, the address space and fragmentation over time."""
+    """Draw a replay: memory, the address space and fragmentation over time.
+
+    The kinds memory and fragmentation take several policies, the others one.
+    """
     from alloclab.commands import run_plot
 
     return run_plot(**options)

@@ -118,7 +118,7 @@ def _setup(
     devices: str | None,
     limit: str | None,
     jax_version: str | None,
-    variables: Sequence[str] = (),
+    variables: Sequence[str],
 ) -> _Setup:
     jax = jax_version or NEWEST_JAX
     settings = read_environment(_variables(variables), jax)
@@ -239,15 +239,16 @@ def run_plot(
     trace: Path,
     output: Path,
     policies: str,
-    device: str | None,
+    devices: str | None,
     limit: str | None,
     kind: "Kind",
     x_axis: "XAxis",
     jax_version: str | None,
+    variables: Sequence[str],
     as_json: bool,
 ) -> int:
     """Draw a replay of the trace."""
-    setup = _setup(policies, device, limit, jax_version)
+    setup = _setup(policies, devices, limit, jax_version, variables)
     results = list(replays(load_trace(trace), *setup, search_limit=False))
     from alloclab.simulator.plots import draw, save_figure
 

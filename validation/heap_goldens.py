@@ -33,9 +33,11 @@ from alloclab.simulator.heap_dump import (
 )
 from alloclab.simulator.heap_trace import HeapTrace
 from alloclab.validation.heap_agreement import heap_agreement, table
+from alloclab.validation.libtpu import HOST_WITHOUT_TPU
 
 if TYPE_CHECKING:
-    from alloclab.validation.heap_programs import Program
+    from alloclab.validation.libtpu import HOST_WITHOUT_TPU
+from alloclab.validation.heap_programs import Program
 
 FORMAT = 1
 
@@ -91,19 +93,6 @@ TARGETS = {
     "tpu": Target(
         "tpu:v5e", {"platform": "tpu", "topology_name": "v5e:2x2"}, ("libtpu",), {}, (1, 32)
     ),
-}
-
-#: Of a TPU host with nobody to ask: no metadata server, no lock, one chip's worth of topology.
-_TPU_ENVIRONMENT = {
-    "TPU_SKIP_MDS_QUERY": "1",
-    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-    "TPU_WORKER_HOSTNAMES": "localhost",
-    "TPU_ACCELERATOR_TYPE": "v5litepod-4",
-    "TPU_CHIPS_PER_HOST_BOUNDS": "2,2,1",
-    "TPU_HOST_BOUNDS": "1,1,1",
-    "TPU_WORKER_ID": "0",
-    "TPU_STDERR_LOG_LEVEL": "3",
-    "TPU_MIN_LOG_LEVEL": "3",
 }
 
 
@@ -248,7 +237,7 @@ def main() -> None:
     options = parser.parse_args()
     os.environ["JAX_PLATFORMS"] = "cpu"
     if options.target == "tpu":
-        os.environ.update(_TPU_ENVIRONMENT)
+        os.environ.update(HOST_WITHOUT_TPU)
     chosen = TARGETS[options.target]
     try:
         found = versions(options.target)

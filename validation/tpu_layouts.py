@@ -26,6 +26,7 @@ from alloclab.policies.errors import InputError
 from alloclab.simulator.atomic import atomic_write
 from alloclab.simulator.devices import load_device
 from alloclab.simulator.layouts import default_tpu_layout, layout_bytes, parse_shape
+from alloclab.validation.libtpu import HOST_WITHOUT_TPU
 
 #: Name of the device -> topology of libtpu.
 TOPOLOGIES = {
@@ -38,21 +39,8 @@ TOPOLOGIES = {
     "v7x": "tpu7x:2x2x1",
 }
 
-#: jax on the CPU with 64-bit types, and libtpu as on a TPU host with nobody to ask: no metadata
-#: server, no lock, one chip's worth of topology.
-_ENVIRONMENT = {
-    "JAX_PLATFORMS": "cpu",
-    "JAX_ENABLE_X64": "1",
-    "TPU_SKIP_MDS_QUERY": "1",
-    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-    "TPU_WORKER_HOSTNAMES": "localhost",
-    "TPU_ACCELERATOR_TYPE": "v5litepod-4",
-    "TPU_CHIPS_PER_HOST_BOUNDS": "2,2,1",
-    "TPU_HOST_BOUNDS": "1,1,1",
-    "TPU_WORKER_ID": "0",
-    "TPU_STDERR_LOG_LEVEL": "3",
-    "TPU_MIN_LOG_LEVEL": "3",
-}
+#: jax on the CPU with 64-bit types, and libtpu without a TPU.
+_ENVIRONMENT = HOST_WITHOUT_TPU | {"JAX_PLATFORMS": "cpu", "JAX_ENABLE_X64": "1"}
 
 #: JAX's names; the first of each width also gets the random shapes.
 _DTYPES = (
