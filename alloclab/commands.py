@@ -333,6 +333,7 @@ def list_devices(*, as_json: bool) -> int:
                 "aliases": list(device.aliases),
                 "memory_bytes": device.memory_bytes,
                 "limit_bytes": limit,
+                "context_bytes": device.context_bytes,
             }
             for device, limit in rows
         ])  # fmt: skip
