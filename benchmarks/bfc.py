@@ -6,7 +6,8 @@ Every round runs everything once, in turn, so that all see the same machine; med
 million events per second. The real one is tsl::BFCAllocator of tensorflow-cpu 2.21.0 (classic
 flavour, one region), its first region taken before the clock starts. `compiled` is what
 `alloclab replay` does with a long trace, `readable` is policies/bfc.py through the checked base
-class, `plain` a policy of 30 lines through the same. Every address is compared.
+class; `plain` and `lists` are a best fit and free lists by size in plain Python through the same.
+Every address is compared.
 """
 
 import argparse
@@ -92,6 +93,30 @@ class PlainBestFit(Policy):
         del self.by_start[address], self.by_end[address + size]
 
 
+class FreeLists(Policy):
+    """A free list for each power of two, and fresh memory where it is empty."""
+
+    def setup(self) -> None:
+        self.lists: list[list[int]] = [[] for _ in range(64)]
+        self.top = 0
+        if self.limit is not None:
+            self.reserve(self.limit)
+
+    def place(self, request: Request) -> Placement | None:
+        power = max(8, (request.size - 1).bit_length())
+        size = 1 << power
+        if self.lists[power]:
+            return self.lists[power].pop(), size
+        address = self.top
+        if self.limit is None or address + size > self.limit:
+            return None
+        self.top = address + size
+        return address, size
+
+    def release(self, address: int, size: int) -> None:
+        self.lists[size.bit_length() - 1].append(address)
+
+
 def timed(policy: Bfc, limit: int, columns: Columns) -> tuple[float, Outcome]:
     """Seconds and outcome of a compiled replay."""
     policy.start(limit)
@@ -141,7 +166,11 @@ def speeds(name: str, rounds: int) -> dict[str, float]:
             assert np.array_equal(outcome.offsets, actual[1]), "addresses differ"
         took, _ = timed(Bfc(), limit, columns)
         seconds.setdefault("spatial", []).append(took / len(trace))
-        for label, policy in {"readable": Bfc(flavour="classic"), "plain": PlainBestFit()}.items():
+        for label, policy in {
+            "readable": Bfc(flavour="classic"),
+            "plain": PlainBestFit(),
+            "lists": FreeLists(),
+        }.items():
             took = timed_plain(policy, limit, short)
             seconds.setdefault(label, []).append(took / len(short))
     return {label: 1e-6 / statistics.median(each) for label, each in seconds.items()}
@@ -180,7 +209,7 @@ def main() -> None:
     given = parser.parse_args()
     warm = make("B", 1000)
     bfc_kernel.replay(Bfc().start(LOADS["B"].limit), warm.columns())
-    labels = ("real", "compiled", "spatial", "readable", "plain")
+    labels = ("real", "compiled", "spatial", "readable", "plain", "lists")
     print(f"million events/s, medians of {given.rounds}\n")
     print(f"{'load':38}", *(f"{label:>9}" for label in labels), f"{'ratio':>7} {'target':>7}")
     for name in given.only.split(","):
