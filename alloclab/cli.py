@@ -166,7 +166,8 @@ def plot(**options: Any) -> int:
     "--tier",
     "tiers",
     multiple=True,
-    help="bfc: the real allocator code; runtime: the real CPU runtime. Default: all.",
+    help="bfc: the real allocator code; runtime: the real CPU runtime; planner: XLA's own "
+    "placement of temps in recorded compilations. Default: all.",
 )
 @click.option(
     "--configurations",

@@ -2,16 +2,22 @@
 
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 from alloclab.simulator.requests import RequestTrace
 from alloclab.validation.bfc_tier import LIBRARIES, run_tier
 from alloclab.validation.cpu_runtime import observe
+from alloclab.validation.heap_agreement import HeapAgreement, heap_agreement
+from alloclab.validation.heap_goldens import read_goldens
 from alloclab.validation.oracle_fetch import OracleUnavailable, library
 
 Rows = list[dict[str, Any]]
 #: What could not be measured, and why.
 Missing = dict[str, str]
+#: Compilers' dumps, as parsed and committed; see `alloclab.validation.heap_goldens`.
+GOLDENS = Path(__file__).resolve().parent.parent / "tests" / "oracle" / "data" / "heap"
+
 Tier = Callable[[int, int, Sequence[RequestTrace]], tuple[Rows, Missing]]
 
 
@@ -52,7 +58,52 @@ def _runtime(
     ], {}
 
 
-TIERS: dict[str, Tier] = {"bfc": _bfc, "runtime": _runtime}
+def _planner(
+    configurations: int, seed: int, traces: Sequence[RequestTrace]
+) -> tuple[Rows, Missing]:
+    """XLA's heap planner against the offsets in committed compiler dumps, per target and memory."""
+    files = sorted(GOLDENS.glob("*.json.gz"))
+    if not files:
+        return [], {"planner": "its goldens come with the source tree (tests/oracle/data/heap)"}
+    rows: Rows = []
+    missing: Missing = {}
+    for file in files:
+        target, versions, dumps = read_goldens(file)
+        compiler = ", ".join(f"{name} {number}" for name, number in versions.items())
+        heaps: dict[int, list[HeapAgreement]] = {}
+        for dump in dumps:
+            for each in heap_agreement(dump, target):
+                heaps.setdefault(each.color, []).append(each)
+        for color, found in sorted(heaps.items()):
+            if not all(each.planned for each in found):
+                missing[f"planner, {target}, {compiler}, memory {color}"] = (
+                    "not placed by the heap simulator but by memory space assignment"
+                )
+                continue
+            pairs = {
+                "heaps placed exactly": (len(found), sum(each.exact for each in found)),
+                "buffers at XLA's offset": (
+                    sum(each.buffers for each in found),
+                    sum(each.agreeing for each in found),
+                ),
+            }
+            rows += [
+                {
+                    "tier": "planner",
+                    "scenario": f"{target}, {len(dumps)} programs, memory {color}",
+                    "quantity": quantity,
+                    "predicted": predicted,
+                    "actual": actual,
+                    "error": predicted - actual,
+                    "source": f"dumps of {compiler}",
+                    "version": compiler,
+                }
+                for quantity, (predicted, actual) in pairs.items()
+            ]
+    return rows, missing
+
+
+TIERS: dict[str, Tier] = {"bfc": _bfc, "runtime": _runtime, "planner": _planner}
 
 
 def run_tiers(

@@ -23,4 +23,14 @@ def test_the_bfc_tier(alloclab: Alloclab) -> None:
 def test_an_unknown_tier(alloclab: Alloclab) -> None:
     ran = alloclab("validate", "--tier", "hearsay")
     assert ran.code == 2
-    assert "known: bfc, runtime" in ran.err
+    assert "known: bfc, runtime, planner" in ran.err
+
+
+def test_the_planner_tier(alloclab: Alloclab) -> None:
+    ran = alloclab("validate", "--tier", "planner", "--json")
+    assert ran.code == 0, ran.err
+    rows = ran.json["rows"]
+    assert {row["scenario"].split(",")[0] for row in rows} == {"cpu", "cuda:h100", "tpu:v5e"}
+    assert sum(row["predicted"] for row in rows) > 5000
+    assert all(row["error"] == 0 for row in rows)
+    assert len(ran.json["not_measured"]) == 2  # VMEM, of two compilers
