@@ -61,11 +61,7 @@ Holes = list[tuple[int, int]]
 
 
 def bin_index(size: int) -> int:
-    """The bin of a chunk size in bytes (BinNumForSize).
-
-    >>> bin_index(256), bin_index(511), bin_index(512), bin_index(1 << 40)
-    (0, 0, 1, 20)
-    """
+    """The bin of a chunk size in bytes (BinNumForSize): 256 to 511 are in bin 0."""
     return BIN_OF_LENGTH[size.bit_length()]
 
 
@@ -75,9 +71,7 @@ class Bfc(Policy):
     name = "bfc"
     works_unlimited = False
     events_replayed: ClassVar[int] = 0
-    flavour: str = option(
-        "auto", "which rules; auto as jax chooses", choices=("auto", "classic", "spatial")
-    )
+    flavour: str = option("auto", "rules; auto as jax", choices=("auto", "classic", "spatial"))
     growth: bool = option(False, "grow by regions of 2, 4, 8 ... MiB; else one region at once")
     jax: str = option("0.12.0.1", "the jax version whose rules apply")
     fragmentation_fraction: float = option(
