@@ -90,14 +90,19 @@ def run_replay(
         results = list(replays(loaded, *setup))
     if placements is not None:
         _write_placements(results[0], placements)
+    notes = _notes(setup, results)
     if as_json:
-        emit({"trace": str(trace), "results": [each.to_json() for each in results]})
+        rows = [each.to_json() for each in results]
+        emit({"trace": str(trace), "results": rows, "notes": notes})
     else:
         _print_replays(results)
-        for note in setup.settings.notes:
+        for note in notes:
             click.echo(f"note: {note}")
     return NO if any(each.oom for each in results) else 0
 
+
+#: How `alloclab.simulator.runtime.lower` marks a trace made with another target's assignment.
+_ESTIMATE = "(estimate: "
 
 if TYPE_CHECKING:
     from alloclab.simulator.plot_style import XAxis
@@ -111,6 +116,24 @@ class _Setup(NamedTuple):
     devices: list[Device | None]
     limit: int | None
     settings: AllocatorEnvironment
+
+
+def _notes(setup: _Setup, results: Sequence[ReplayResult]) -> list[str]:
+    """What limits the answer, in words."""
+    notes = list(setup.settings.notes)
+    guessed = {
+        each.device or "the device": None for each in results if _ESTIMATE in each.trace.name
+    }
+    if guessed:
+        notes.append(
+            f"an estimate for {', '.join(guessed)}: the trace has no buffer assignment compiled "
+            "for it, so the captured one is used"
+        )
+    if "bfc" in (each.name for each in setup.policies) and any(
+        each is not None and each.kind == "tpu" for each in setup.devices
+    ):
+        notes.append("bfc is the allocator of JAX on GPUs; a TPU's runtime has one of its own")
+    return notes
 
 
 def _setup(
@@ -161,22 +184,13 @@ def _write_placements(result: ReplayResult, path: Path) -> None:
 
 def _print_replays(results: Sequence[ReplayResult]) -> None:
     headings: dict[str, None] = {}
-    estimated: dict[str, None] = {}
     for each in results:
         trace = each.trace
-        name, _, estimate = trace.name.partition(" (estimate: ")
         headings[
-            f"{name.partition(' on ')[0] or 'trace'}: {trace.num_allocs} allocations in "
+            f"{trace.name.partition(' on ')[0] or 'trace'}: {trace.num_allocs} allocations in "
             f"{len(trace)} events, at most {format_size(trace.lower_bound_bytes)} live at once"
         ] = None
-        if estimate:
-            estimated[each.device or "the device"] = None
     click.echo("\n".join(headings))
-    if estimated:
-        click.echo(
-            f"an estimate for {', '.join(estimated)}: the trace has no buffer assignment compiled "
-            "for it, so the captured one is used"
-        )
     rows = []
     for each in results:
         oom = each.oom
