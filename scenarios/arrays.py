@@ -1,5 +1,6 @@
 """What a JAX array is made of: where it lies, how large its shards are, at which addresses."""
 
+from contextlib import suppress
 from typing import Any
 
 from alloclab.scenarios.recorder import Placed
@@ -41,11 +42,10 @@ def _bits(dtype: Any) -> int:
 
 
 def pointers(array: Any) -> dict[int, int]:
-    """The address of every shard by device; empty for memory that has none."""
-    try:
-        return {
-            shard.device.id: shard.data.unsafe_buffer_pointer()
-            for shard in array.addressable_shards
-        }
-    except Exception:  # a deleted array, or memory without addresses: JAX has no type for this
-        return {}
+    """The address of every shard by device; without those that were deleted or have none."""
+    found = {}
+    with suppress(Exception):  # JAX has no type of its own for either
+        for shard in array.addressable_shards:
+            with suppress(Exception):
+                found[shard.device.id] = shard.data.unsafe_buffer_pointer()
+    return found

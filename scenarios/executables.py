@@ -31,7 +31,10 @@ class Assignments:
         """
         directory = Path(tempfile.mkdtemp(dir=self._dumps))
         debug = options.executable_build_options.debug_options
-        wanted = debug.xla_dump_to
+        overrides = list(options.env_option_overrides)  # jit(compiler_options=...)
+        usual = debug.xla_dump_to
+        wanted = dict(overrides).get("xla_dump_to", usual)
+        options.env_option_overrides = [each for each in overrides if each[0] != "xla_dump_to"]
         debug.xla_dump_to = str(directory)
         debug.xla_dump_hlo_as_proto = True
         if wanted:
@@ -42,7 +45,8 @@ class Assignments:
             if files:
                 self._known[id(executable)] = (executable, read_assignment(files[-1]))
         finally:
-            debug.xla_dump_to = wanted
+            debug.xla_dump_to = usual
+            options.env_option_overrides = overrides
             if wanted:
                 shutil.copytree(directory, wanted, dirs_exist_ok=True)
             shutil.rmtree(directory, ignore_errors=True)
@@ -75,7 +79,7 @@ def describe(
         assignment = _without_tokens(assignment, tokens)
     costs = _costs(replicated.xla_executable)
     return Executable(
-        name=replicated.name,
+        name=replicated.xla_executable.hlo_modules()[0].name,
         fingerprint=_fingerprint(replicated.xla_executable),
         inputs=tuple(inputs),
         outputs=tuple(outputs),
@@ -86,11 +90,12 @@ def describe(
 
 
 def _fingerprint(executable: Any) -> str:
-    """A hash of the module's text without names, source lines and other metadata."""
+    """A hash of the module's text without its name, source lines, and large constants' values."""
     from jaxlib import _hlo  # type: ignore[attr-defined]
 
-    text = executable.hlo_modules()[0].to_string(_hlo.HloPrintOptions.fingerprint())
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+    text = executable.hlo_modules()[0].to_string(_hlo.HloPrintOptions.canonical())
+    body = text.split(maxsplit=2)[2]  # after "HloModule jit_f, "
+    return hashlib.sha256(body.encode()).hexdigest()[:16]
 
 
 def _costs(executable: Any) -> dict[str, float]:
@@ -99,7 +104,8 @@ def _costs(executable: Any) -> dict[str, float]:
         costs = executable.cost_analysis()
     except Exception:  # unimplemented on some backends, which JAX has no type for
         return {}
-    return dict(costs[0] if isinstance(costs, list) else costs or {})
+    found = costs[0] if isinstance(costs, list) else costs or {}
+    return {key: value for key, value in found.items() if value >= 0}  # -1 is unknown
 
 
 def _without_tokens(assignment: BufferAssignment, tokens: int) -> BufferAssignment:

@@ -80,8 +80,9 @@ class Hooks:
         jax.clear_caches()
         if bridge.backends_are_initialized():  # to ask for arrays would start them
             for each in jax.live_arrays():
-                if isinstance(plain(each), self.array) and not plain(each).is_deleted():
-                    self.arrived(plain(each), None, Span(self.recorder.started, float("nan")))
+                array_ = plain(each)
+                if isinstance(array_, self.array) and array_.nbytes and not array_.is_deleted():
+                    self.arrived(array_, None, Span(self.recorder.started, float("nan")))
         self.on = True
         self.patch(pjit, "_get_fastpath_data", lambda original: lambda *a, **k: None)
         self.patch(stages.Compiled, "__call__", self.call_compiled)
@@ -159,7 +160,7 @@ class Hooks:
         """InputsHandler.__call__: the arguments of an execution, put onto the devices."""
 
         def call(handler: Any, given: Any) -> Any:
-            if not self.on:
+            if not self.on or self.thread.host:
                 return original(handler, given)
             began = now()
             arrays = original(handler, given)
@@ -180,16 +181,14 @@ class Hooks:
             donated = [False] * len(operands)
             taken = {}
             for parameter, output in launch.aliases:
-                if arrays[parameter].is_deleted():
+                array = arrays[parameter]
+                if array is out[output] or array.is_deleted():  # a mutable reference, or donated
                     donated[parameter] = True
                     taken[output] = operands[parameter]
             results = tuple(
                 recorder.track(array, launch.results[number], alias_of=taken.get(number, ()))
                 for number, array in enumerate(out)
             )
-            for array, flag in zip(arrays, donated, strict=True):
-                if flag:
-                    recorder.forget(array, donated=True)
             recorder.add(
                 EXECUTE,
                 Span(inputs.span.ended, ended),
@@ -276,7 +275,7 @@ class Hooks:
             sources = [each() for each in list(recorder.arrays.values())]
         here = placed(array)
         with self.as_one():
-            shared = self.shared(array, sources) if sources and here.nbytes else {}
+            shared = self.shared(array, here.nbytes, sources) if sources and here.nbytes else {}
         with recorder.lock:
             if known := recorder.buffers_of(array):
                 return known  # another thread was faster
@@ -286,14 +285,22 @@ class Hooks:
                 recorder.add(TRANSFER_IN, span, results=(new,))
         return buffers
 
-    def shared(self, array: Any, sources: Sequence[Any]) -> dict[int, int]:
-        """By device the buffers that an array has in common with others, by their addresses."""
+    def shared(self, array: Any, nbytes: int, sources: Sequence[Any]) -> dict[int, int]:
+        """By device the buffers that an array has in common with others, by their addresses.
+
+        A smaller one at the same address is none of them: on the CPU a piece of an array that
+        went through the host may lie in the array.
+        """
         recorder = self.recorder
         addresses = pointers(array)
         found = {}
         for other in sources:
             buffers = () if other is None else recorder.buffers_of(other) or ()
-            theirs = {recorder.device_of(each): each for each in buffers}
+            theirs = {
+                recorder.device_of(each): each
+                for each in buffers
+                if recorder.bytes_of(each) == nbytes
+            }
             if not theirs.keys() & addresses.keys():
                 continue
             for device, address in pointers(other).items():
@@ -371,7 +378,7 @@ class Hooks:
         """Note arrays that are views of another."""
         if self.watching:
             for each in parts:
-                if not self.recorder.buffers_of(each):
+                if not self.recorder.buffers_of(each) and not each.is_deleted():
                     if not self.recorder.buffers_of(array):
                         self.arrived(array, None)
                     self.arrived(each, [array])

@@ -87,6 +87,10 @@ class Recorder:
         """The device of a buffer."""
         return self._shard[buffer][1]
 
+    def bytes_of(self, buffer: int) -> int:
+        """The size of a buffer in bytes."""
+        return self._placed[self._shard[buffer][0]].nbytes
+
     def track(
         self,
         array: Any,
@@ -132,15 +136,13 @@ class Recorder:
                 del self.arrays[tracked.key]
             self._disown(tracked, at)
 
-    def forget(self, array: Any, *, donated: bool = False) -> None:
-        """The array's memory is gone, whatever other arrays lie over it: it was deleted, or the
-        memory was given away in an execution.
-        """
+    def forget(self, array: Any) -> None:
+        """The array was deleted: its memory is gone, whatever other arrays lie over it."""
         tracked = self.tracked(array)
         if tracked is not None:
             del self.arrays[tracked.key]
             for each in tracked.buffers:
-                self._owners[each] = 0 if donated else min(self._owners[each], 1)
+                self._owners[each] = min(self._owners[each], 1)
             self._disown(tracked, time.perf_counter())
 
     def _disown(self, tracked: Tracked, at: float) -> None:

@@ -5,6 +5,7 @@ import importlib.util
 import os
 import runpy
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -32,6 +33,7 @@ def capture_script(
     with ExitStack() as stack:
         stack.enter_context(_as_main(path, args))
         runs: list[Capture] = []
+        running = threading.enumerate()
         recording = stack.enter_context(ExitStack())
 
         def start() -> None:
@@ -47,6 +49,9 @@ def capture_script(
             error = None if exit_.code in (None, 0) else exit_
         except BaseException as raised:
             error = raised
+        for each in threading.enumerate():  # Python waits for them before it exits
+            if each not in running and not each.daemon:
+                each.join()
         if not runs:
             start()
         recording.close()

@@ -27,7 +27,8 @@ def assignment_of(hlo: Any) -> BufferAssignment:
 
     Live ranges come from the heap simulator's traces: a step is a stretch of the schedule at one
     instruction that allocates or frees. Values without a trace (parameters, outputs, constants)
-    are live throughout.
+    are live throughout. They are those of XLA's ``*-live-range.txt``, but for a value that is
+    written over its operand: here it follows the operand, there both are live at the instruction.
     """
     dumped = hlo.buffer_assignment
     outputs = _output_leaves(hlo)
